@@ -2,10 +2,10 @@
 
 Run: python -m tools.prose [--worst N] [--check]. A rate counts the words of `STIFF` per 1,000
 words. PyTorch's documentation uses them seldom: 13 per 1,000 in torch/optim and FSDP2. Pages are
-README.md and docs/, without code blocks and tables. Public docstrings are those of
-docs/reference.md. Messages are the texts of raised errors and of log calls, in shardcore/. The
-numbers point to sentences worth reading again. With --check, a rate above its limit is an error,
-and a sentence of more than `LONGEST` words in a page.
+README.md and docs/, without code blocks; a table's cells are paragraphs. Public docstrings are
+those of docs/reference.md. Messages are the texts of raised errors and of log calls, in shardcore/.
+The numbers point to sentences worth reading again. With --check, a rate above its limit is an
+error, and a sentence of more than `LONGEST` words in a page.
 """
 
 from __future__ import annotations
@@ -61,10 +61,15 @@ def sentences(root: Path = ROOT) -> Iterator[Sentence]:
 
 
 def prose_of(page: str) -> str:
-    """Return a page's text without code blocks, tables, comments and targets of links."""
+    """Return a page's text without code blocks, comments and targets of links. Cells of tables are
+    paragraphs.
+    """
     page = re.sub(r"```.*?```|<!--.*?-->", " ", page, flags=re.DOTALL)
-    page = re.sub(r"^\s*\|.*$", " ", page, flags=re.MULTILINE)
-    return re.sub(r"`[^`]*`", " X ", re.sub(r"\]\([^)]*\)", "] ", page))
+    page = re.sub(r"(?<!`)(`+)(?!`).+?(?<!`)\1(?!`)", " X ", page, flags=re.DOTALL)
+    page = re.sub(r"\]\([^)]*\)", "] ", page)
+    page = re.sub(r"^\s*\|[-:| ]*$", " ", page, flags=re.MULTILINE)  # below a table's head
+    row = re.compile(r"^\s*\|.*$", re.MULTILINE)
+    return row.sub(lambda cells: cells[0].replace("|", "\n\n"), page)
 
 
 def split(text: str) -> list[str]:

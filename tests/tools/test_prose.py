@@ -15,7 +15,8 @@ what = "that which lies in code"
 ```
 
 | what | that |
-|---|---|
+|:--|---|
+| Which of all ranks waits | Rank 1 waits. Rank 0 ``|, ` `` has no ranks |
 
 - `what` is code, and [this](what.md#that) a link.
 """
@@ -27,10 +28,12 @@ print("what is printed is no message of these")
 '''
 
 
-def test_a_page_is_its_sentences_without_code_tables_and_links() -> None:
+def test_a_page_is_its_sentences_with_its_cells_without_code_and_links() -> None:
     found = prose.split(prose.prose_of(PAGE))
     assert found == [
         "Rank 0 sends its weights to all other ranks, which wait.",
+        "Which of all ranks waits",
+        "Rank 0 X has no ranks",
         "- X is code, and [this] a link.",
     ]
 
