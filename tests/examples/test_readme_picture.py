@@ -104,4 +104,4 @@ def test_one_version():
     assert f"**Status:** version {__version__}, not released yet" in README
     newest = (ROOT / "CHANGELOG.md").read_text().split("\n## ")[1]
     assert newest.startswith("[Unreleased]")
-    assert f"What {__version__}," in newest
+    assert f"Contents of {__version__}, the first version" in newest
