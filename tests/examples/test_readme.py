@@ -31,7 +31,7 @@ PAGES = [
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md")))
     if path.name != "reference.md"
 ]
-PACKAGES = ("transformers", "accelerate", "peft", "matplotlib")
+PACKAGES = ("transformers", "accelerate", "peft", "matplotlib", "lightning")
 FENCE = re.compile(r"^[ \t>]*(?:```+|~~~+)[ \t]*\{?[ \t.]*py", re.IGNORECASE | re.MULTILINE)
 COMMENT = r"<!--(?:(?!-->).)*-->\n"
 BLOCK = re.compile(rf"^((?:{COMMENT})*)```python\n(.*?)^```$", re.DOTALL | re.MULTILINE)
