@@ -87,6 +87,22 @@ def test_the_readme_shows_the_picture_and_names_the_numbers_of_the_files():
     ) in " ".join(README.split())
 
 
+def test_the_memory_page_has_the_time_of_each_tier():
+    page = (ROOT / "docs" / "memory.md").read_text()
+    engines = result("offload_train_7b_nvidia_h200")["engines"]
+    rows = {
+        "nothing": "shardcore 2",
+        "states, `overlap_step=True`": "shardcore 2, optimizer, lazy",
+        "states and gradients, `overlap_step=True`": "shardcore 2, gradients, lazy",
+        "states and gradients, without `overlap_step`": "shardcore 2, gradients",
+        "states, gradients and weights (stage 3), `overlap_step=True`": "shardcore 3, params, lazy",
+    }
+    for name, key in rows.items():
+        seconds, peak = engines[key]["step"]["median"], engines[key]["peak_bytes"] / GIB
+        assert f"\n| {name} | {seconds:.2f} | {peak:.1f} |\n" in page
+    assert len(rows) == len(engines)
+
+
 def test_the_comparison_has_yes_no_or_a_number_in_every_cell():
     table = README.partition("## Comparison")[2].partition("\n##")[0]
     rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line[:1] == "|"][2:]
