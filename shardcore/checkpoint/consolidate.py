@@ -4,13 +4,23 @@ MiB, or a unit, at a time.
 Files have the names of Hugging Face: model.safetensors, or above a limit
 model-00001-of-00003.safetensors and so on with model.safetensors.index.json. Each is written under
 another name, synced and renamed; the index is the last.
+
+Note [Ranks]: From a sharded model, the ranks write different files at the same time. All ranks
+gather unit after unit, in an order that alternates between the files of the ranks. The rank that
+writes a file queues the values for a thread and drops them when they are written. The queue holds
+at most the bytes of the largest unit. Only ranks that see the directory write, so a directory on
+the disk of one machine is enough.
 """
 
 import json
 import os
 import re
-from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import groupby, zip_longest
 from math import prod
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -19,19 +29,18 @@ import torch
 from torch import nn
 
 from shardcore._native import _C
-from shardcore.checkpoint import format as layout
 from shardcore.checkpoint.directory import sync_directory, write_synced
-from shardcore.checkpoint.format import named_buffers, named_parameters, names_of
+from shardcore.checkpoint.format import cut, head_of, named_buffers, named_parameters, names_of
 from shardcore.checkpoint.load import open_checkpoint
 from shardcore.checkpoint.safetensors import INDEX, SINGLE
 from shardcore.checkpoint.save import buffers_of
 from shardcore.checkpoint.source import Source
 from shardcore.engine.agreement import together
+from shardcore.engine.bucket import Bucket
 from shardcore.engine.engine import Engine, engine_behind
 from shardcore.engine.slices import held_by, slice_of
 from shardcore.offload.disk import file_engine
 
-_PART = re.compile(r"model-\d{5}-of-\d{5}\.safetensors")
 MAX_SHARD_BYTES = 5_000_000_000
 Tensors: TypeAlias = Mapping[str, torch.Tensor]  # what is written, on the meta device
 
@@ -50,7 +59,8 @@ def consolidate(
     Args:
         source: A directory given to `save`, or another library's checkpoint supported by `load`.
             Pass `tag` if the directory contains several checkpoints. Or the model returned by
-            shard: then every rank calls this function, and rank 0 writes.
+            shard: then every rank calls this function. The ranks that see the directory write
+            different files at the same time, and rank 0 renames the files at the end.
         output: A directory, to be filled with Hugging Face's file names, or the path of one
             .safetensors file.
         dtype: The dtype of all floating tensors. None: float32 for weights with masters, and the
@@ -58,8 +68,8 @@ def consolidate(
         max_shard_bytes: The largest size of the tensors in one file, unless a single tensor is
             larger.
 
-    Tied weights are written once, under their first name. Host memory: a few MiB from a checkpoint,
-    one unit from a model.
+    Tied weights are written once, under their first name. Host memory: a few MiB from a checkpoint;
+    from a model, the full weights of two units that are gathered and of one that is written.
 
     Raises:
         OSError, ValueError: For files that cannot be read or written, or are damaged, with the
@@ -72,7 +82,7 @@ def consolidate(
         with together(engine.everyone, "consolidate", "nothing was written"):
             _check(output, dtype, max_shard_bytes)
             tensors = of_engine(engine, dtype)
-        return write_model(engine, Path(output), tensors, max_shard_bytes)
+        return write_model("consolidate", engine, Path(output), tensors, max_shard_bytes)
     if not isinstance(source, str | os.PathLike):
         raise TypeError(
             f"consolidate: source is of type {type(source).__name__}; expected a directory or a "
@@ -131,53 +141,80 @@ def of_source(source: Source, dtype: torch.dtype | None) -> Tensors:
 
 def read(source: Source, name: str, dtype: torch.dtype | None) -> Iterator[torch.Tensor]:
     """Yield a flattened tensor of a checkpoint, part by part."""
-    for start, numel in layout.cut(0, prod(source.shapes[name])):
+    for start, numel in cut(0, prod(source.shapes[name])):
         values = source.read(name, "weight", start, numel)
         yield values.to(_cast_to(values.dtype, dtype))
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The files of a model: the tensors of each file, and the index of several files.
+
+    single: The name of the file if there is only one. None: older files in the folder stay.
+    """
+
+    folder: Path
+    files: Mapping[str, Sequence[str]]
+    index: Mapping[str, Any] | None = None
+    single: str | None = SINGLE
+    index_name: str = INDEX
+
+    @property
+    def names(self) -> list[str]:
+        """The names of all files, the index last."""
+        return [*self.files, *([] if self.index is None else [self.index_name])]
+
+    @property
+    def stale(self) -> list[str]:
+        """The files of an older model in the folder."""
+        if self.single is None:
+            return []
+        stem = re.escape(self.single.removesuffix(".safetensors"))
+        pattern = re.compile(rf"{stem}-\d{{5}}-of-\d{{5}}\.safetensors")
+        return [
+            path.name
+            for path in self.folder.iterdir()
+            if path.name not in self.names
+            and (path.name in (self.single, self.index_name) or pattern.fullmatch(path.name))
+        ]
+
+
+def layout_of(tensors: Tensors, output: Path, max_shard_bytes: int) -> Layout:
+    """Return the files that `consolidate` writes."""
+    if output.suffix == ".safetensors":
+        return Layout(output.parent, {output.name: list(tensors)}, single=None)
+    files = _cut_into_files(tensors, max_shard_bytes)
+    if len(files) == 1:
+        return Layout(output, {SINGLE: files[0]})
+    names = [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+    weight_map = {key: name for name, file in zip(names, files, strict=True) for key in file}
+    total_size = sum(tensor.nbytes for tensor in tensors.values())
+    index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
+    return Layout(output, dict(zip(names, files, strict=True)), index)
 
 
 def write(
     tensors: Tensors, values: Iterator[torch.Tensor], output: Path, max_shard_bytes: int
 ) -> list[Path]:
     """Write tensors, whose `values` come in order and in parts, to `output`; returns the files."""
-    folder = output.parent if output.suffix == ".safetensors" else output
-    folder.mkdir(parents=True, exist_ok=True)
-    before = set(folder.iterdir())
+    layout, ending = layout_of(tensors, output, max_shard_bytes), _ending(os.getpid())
+    layout.folder.mkdir(parents=True, exist_ok=True)
+    before = set(layout.folder.iterdir())
     try:
-        return _write(tensors, values, output, max_shard_bytes)
+        for name, keys in layout.files.items():
+            file = _File(
+                _unfinished(layout.folder / name, ending), {key: tensors[key] for key in keys}
+            )
+            try:
+                while file.missing_bytes > 0:
+                    file.append(next(values))
+            finally:
+                file.close()
+        return _publish(layout, ending)
     except BaseException:
-        for path in set(folder.glob(f".*{_writing()}")) - before:
+        for path in set(layout.folder.glob(f".*{ending}")) - before:
             path.unlink()
         raise
-
-
-def _write(
-    tensors: Tensors, values: Iterator[torch.Tensor], output: Path, max_shard_bytes: int
-) -> list[Path]:
-    if output.suffix == ".safetensors":
-        _write_file(output, tensors, values)
-        _publish(output.parent, [output.name])
-        return [output]
-    files = _cut_into_files(tensors, max_shard_bytes)
-    names = [SINGLE]
-    if len(files) > 1:
-        names = [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
-    for name, file in zip(names, files, strict=True):
-        _write_file(output / name, {key: tensors[key] for key in file}, values)
-    if len(files) > 1:
-        weight_map = {key: name for name, file in zip(names, files, strict=True) for key in file}
-        total_size = sum(tensor.nbytes for tensor in tensors.values())
-        index = {"metadata": {"total_size": total_size}, "weight_map": weight_map}
-        text = json.dumps(index, indent=2, sort_keys=True) + "\n"
-        write_synced(_unfinished(output / INDEX), text.encode())
-        names.append(INDEX)
-    stale = [
-        path.name
-        for path in output.iterdir()
-        if path.name in (SINGLE, INDEX) or _PART.fullmatch(path.name)
-    ]
-    _publish(output, names, [name for name in stale if name not in names])
-    return [output / name for name in names]
 
 
 def _cut_into_files(tensors: Tensors, max_shard_bytes: int) -> list[list[str]]:
@@ -192,54 +229,264 @@ def _cut_into_files(tensors: Tensors, max_shard_bytes: int) -> list[list[str]]:
     return files
 
 
-def _writing() -> str:
+def _ending(process: int) -> str:
     """Return the end of an unfinished file's name.
 
     It is not a checkpoint's, whose unfinished files a save removes. It is of one process, because
     all ranks of a program may write one folder (deepspeed.zero_to_fp32).
     """
-    return f".{os.getpid()}.writing"
+    return f".{process}.writing"
 
 
-def _unfinished(path: Path) -> Path:
-    return path.with_name(f".{path.name}{_writing()}")
+def _unfinished(path: Path, ending: str) -> Path:
+    return path.with_name(f".{path.name}{ending}")
 
 
-def _publish(folder: Path, names: list[str], stale: list[str] | None = None) -> None:
-    """Remove what an older model left, and give the files their names."""
-    for name in stale or ():
+def _publish(layout: Layout, ending: str) -> list[Path]:
+    """Write the index, remove what an older model left, and give the files their names."""
+    folder = layout.folder
+    if layout.index is not None:
+        text = json.dumps(layout.index, indent=2, sort_keys=True) + "\n"
+        write_synced(_unfinished(folder / layout.index_name, ending), text.encode())
+    for name in layout.stale:
         (folder / name).unlink(missing_ok=True)  # another rank may have removed it
-    for name in names:
-        os.rename(_unfinished(folder / name), folder / name)
+    for name in layout.names:
+        os.rename(_unfinished(folder / name, ending), folder / name)
     sync_directory(folder)
+    return [folder / name for name in layout.names]
 
 
-def _write_file(path: Path, tensors: Tensors, values: Iterator[torch.Tensor]) -> None:
-    described = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
-    head, _ = layout.head_of(described, {"format": "pt"})
-    size = len(head) + sum(tensor.nbytes for tensor in tensors.values())
-    writer = _C.FileWriter(file_engine(), str(_unfinished(path)), size)
-    try:
-        writer.append(torch.frombuffer(bytearray(head), dtype=torch.uint8))
-        for tensor in tensors.values():
-            remaining = tensor.nbytes
-            while remaining > 0:
-                part = next(values)
-                writer.append(part)
-                remaining -= part.nbytes
-        writer.finish()
-    finally:
-        writer.close()
+class _File:
+    """A .safetensors file that is written from its beginning to its end, and is then durable and
+    closed.
+    """
+
+    def __init__(self, path: Path, tensors: Tensors) -> None:
+        """tensors: in the order in which their values are appended."""
+        self._path = path
+        described = {name: (tensor.dtype, tensor.shape) for name, tensor in tensors.items()}
+        head, _ = head_of(described, {"format": "pt"})
+        self.missing_bytes = sum(tensor.nbytes for tensor in tensors.values())
+        self._writer = _C.FileWriter(file_engine(), str(path), len(head) + self.missing_bytes)
+        self._writer.append(torch.frombuffer(bytearray(head), dtype=torch.uint8))
+        self._finish_if_complete()
+
+    def append(self, values: torch.Tensor) -> None:
+        if values.nbytes == 0:
+            return
+        self._writer.append(values)
+        self.missing_bytes -= values.nbytes
+        self._finish_if_complete()
+
+    def _finish_if_complete(self) -> None:
+        if self.missing_bytes == 0:
+            self._writer.finish()
+            self._writer.close()  # gives its buffers back
+
+    def check_complete(self) -> None:
+        if self.missing_bytes > 0:
+            raise ValueError(f"{self._path} lacks {self.missing_bytes} bytes; expected all values")
+
+    def close(self) -> None:
+        self._writer.close()
 
 
 # --- from a model ---------------------------------------------------------------------------------
 
 
-def write_model(engine: Engine, output: Path, tensors: Tensors, max_shard_bytes: int) -> list[Path]:
-    """Write `tensors` of a sharded model on rank 0: see `consolidate`. Collective."""
-    return on_first_rank(
-        engine, tensors, lambda values: write(tensors, values, output, max_shard_bytes)
-    ) or [output]
+@dataclass(frozen=True, eq=False)
+class Part:
+    """Tensors of the model that become tensors in files.
+
+    make: Returns the values in files from the values in the model, both by name. None: the only
+        source is the only target.
+    """
+
+    sources: Sequence[str]
+    targets: Sequence[str]
+    make: Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]] | None = None
+
+
+def write_model(
+    op: str, engine: Engine, output: Path, tensors: Tensors, max_shard_bytes: int
+) -> list[Path]:
+    """Write `tensors` of a sharded model: see `consolidate`. Collective."""
+    parts = [Part([name], [name]) for name in tensors]
+    return write_files(
+        op, engine, layout_of(tensors, output, max_shard_bytes), tensors, parts, tensors
+    )
+
+
+def write_files(
+    op: str,
+    engine: Engine,
+    layout: Layout,
+    sources: Tensors,
+    parts: Sequence[Part],
+    targets: Tensors,
+    before_renames: Callable[[], object] | None = None,
+) -> list[Path]:
+    """Write the files of `layout` from a sharded model, by all ranks: Note [Ranks]. Returns their
+    paths. Collective.
+
+    op: the call, for errors. sources: tensors of the model by name, in the dtypes in which they are
+    read. targets: tensors in the files. before_renames: rank 0 calls it when all files are
+    complete.
+    """
+    engine.read_all("state_dict", "the model")
+    ranks = engine.everyone
+    ending = _ending(ranks.gather_json(os.getpid())[0])
+    marker = _unfinished(layout.folder / "shardcore", ending)
+    try:
+        with together(ranks, op, _UNCHANGED):
+            if ranks.rank == 0:
+                layout.folder.mkdir(parents=True, exist_ok=True)
+                write_synced(marker, b"")
+        # os.path: False where a directory above is unreadable, which Path.exists() raises
+        sees_folder = ranks.gather_json(os.path.exists(marker))
+        writers = [rank for rank, sees in enumerate(sees_folder) if sees]
+        writer_of = {file: writers[i % len(writers)] for i, file in enumerate(layout.files)}
+        with together(ranks, op, _UNCHANGED):
+            _stream(engine, layout, sources, parts, targets, writer_of, ending)
+        with together(ranks, op, "the directory may lack files"):
+            if ranks.rank == 0:
+                if before_renames is not None:
+                    before_renames()
+                _publish(layout, ending)
+    finally:
+        with suppress(OSError):
+            for path in layout.folder.glob(f".*{ending}"):
+                path.unlink(missing_ok=True)
+    return [layout.folder / name for name in layout.names]
+
+
+_UNCHANGED = "existing files are unchanged"
+
+
+def _stream(
+    engine: Engine,
+    layout: Layout,
+    sources: Tensors,
+    parts: Sequence[Part],
+    targets: Tensors,
+    writer_of: Mapping[str, int],
+    ending: str,
+) -> None:
+    """Gather all values, and write the files of this rank. writer_of: the rank of each file."""
+    own_rank = engine.everyone.rank
+    part_of = {name: part for part in parts for name in part.sources}
+    rank_of = {name: writer_of[file] for file, names in layout.files.items() for name in names}
+    writers_of = {part: {rank_of[name] for name in part.targets} for part in parts}
+    names = names_of(engine)
+
+    def first_writer(unit: Sequence[Bucket]) -> int:
+        named = (names.get(managed.param) for bucket in unit for managed in bucket.params)
+        first = next((part_of[name] for name in named if name in part_of), None)
+        return 0 if first is None else rank_of[first.targets[0]]
+
+    buckets = _alternating(engine.buckets, first_writer)
+    place = {name: i for i, name in enumerate(_as_made(_names(engine, sources, buckets), part_of))}
+    files = {
+        _unfinished(layout.folder / file, ending): {
+            name: targets[name] for name in sorted(layout.files[file], key=place.__getitem__)
+        }
+        for file, writer in writer_of.items()
+        if writer == own_rank
+    }
+    largest_bytes = max(
+        (bucket.layout.numel * bucket.dtype.itemsize for bucket in buckets), default=0
+    )
+    values = _gathered(engine, sources, buckets, lambda name: own_rank in writers_of[part_of[name]])
+    own = _OwnFiles(files, largest_bytes)
+    held: dict[Part, dict[str, torch.Tensor]] = {part: {} for part in parts}
+    try:
+        for name, value in values:
+            part = part_of[name]
+            if value is not None:
+                held[part][name] = value
+                del value  # before the next unit is waited for
+                if len(held[part]) == len(part.sources):
+                    own.write(_made(part, held.pop(part)))
+        own.finish()
+    finally:
+        for _ in values:  # the other ranks gather all of it
+            pass
+        own.close()
+
+
+def _alternating(
+    buckets: Sequence[Bucket], writer: Callable[[Sequence[Bucket]], int]
+) -> list[Bucket]:
+    """Return the buckets in another order: units of different writers take turns."""
+    queues: dict[int, list[list[Bucket]]] = {}
+    for _, group in groupby(buckets, lambda bucket: bucket.unit):
+        unit = list(group)
+        queues.setdefault(writer(unit), []).append(unit)
+    turns = zip_longest(*queues.values(), fillvalue=())
+    return [bucket for turn in turns for unit in turn for bucket in unit]
+
+
+def _as_made(names: Iterable[str], part_of: Mapping[str, Part]) -> Iterator[str]:
+    """Yield the targets of parts in the order in which they are made, from names in the order in
+    which they are gathered.
+    """
+    missing = {part: len(part.sources) for part in part_of.values()}
+    for name in names:
+        part = part_of[name]
+        missing[part] -= 1
+        if missing[part] == 0:
+            yield from part.targets
+
+
+def _made(part: Part, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    if part.make is None:
+        return dict(zip(part.targets, values.values(), strict=True))
+    made = part.make(values)
+    return {name: made[name] for name in part.targets}
+
+
+class _OwnFiles:
+    """The files that this rank writes, in a thread: Note [Ranks]."""
+
+    def __init__(self, files: Mapping[Path, Tensors], max_queued_bytes: int) -> None:
+        """files: the tensors of each, in the order in which `write` gets them."""
+        self._files, self._max_queued_bytes = files, max_queued_bytes
+        self._path_of = {name: path for path, tensors in files.items() for name in tensors}
+        self._open: dict[Path, _File] = {}
+        self._thread = ThreadPoolExecutor(1, "shardcore-consolidate")
+        self._queue: deque[tuple[Future[None], int]] = deque()
+
+    def write(self, values: Mapping[str, torch.Tensor]) -> None:
+        """Queue values by name. Waits if the queue is full. Raises errors of earlier writes."""
+        for name, value in values.items():
+            if name in self._path_of:
+                self._wait(self._max_queued_bytes - value.nbytes)
+                self._queue.append((self._thread.submit(self._append, name, value), value.nbytes))
+
+    def finish(self) -> None:
+        """Wait until all files are complete and durable."""
+        self._wait(-1)
+        for path in self._files:
+            self._file(path).check_complete()  # makes the file of a model without tensors
+
+    def close(self) -> None:
+        """Close the files, complete or not."""
+        self._thread.shutdown(cancel_futures=True)
+        for file in self._open.values():
+            file.close()
+
+    def _wait(self, queued_bytes: int) -> None:
+        while self._queue and sum(size for _, size in self._queue) > queued_bytes:
+            self._queue[0][0].result()
+            self._queue.popleft()
+
+    def _append(self, name: str, value: torch.Tensor) -> None:
+        self._file(self._path_of[name]).append(value.contiguous())
+
+    def _file(self, path: Path) -> "_File":
+        if path not in self._open:
+            self._open[path] = _File(path, self._files[path])
+        return self._open[path]
 
 
 def on_first_rank(
@@ -249,10 +496,12 @@ def on_first_rank(
     it does there. Collective.
     """
     engine.read_all("state_dict", "the model")
-    values = _values(engine, tensors)
-    with together(engine.everyone, "consolidate", "existing files are unchanged"):
+    is_first = engine.everyone.rank == 0
+    gathered = _gathered(engine, tensors, engine.buckets, lambda name: is_first)
+    values = (value.reshape(-1) for _, value in gathered if value is not None)
+    with together(engine.everyone, "consolidate", _UNCHANGED):
         try:
-            return use(values) if engine.everyone.rank == 0 else []
+            return use(values) if is_first else []
         finally:
             for _ in values:  # the other ranks gather all of it
                 pass
@@ -328,29 +577,47 @@ def _dtype_of(engine: Engine, tensor: torch.Tensor) -> torch.dtype:
     return torch.float32 if has_masters else tensor.dtype
 
 
+def _names(engine: Engine, tensors: Tensors, buckets: Sequence[Bucket]) -> list[str]:
+    """Return the names of `tensors` in the order in which `_gathered` yields them."""
+    names = names_of(engine)
+    sharded = [names.get(managed.param) for bucket in buckets for managed in bucket.params]
+    rest = [name for name, tensor in in_order(engine).items() if tensor not in engine.managed]
+    return [name for name in (*sharded, *rest) if name is not None and name in tensors]
+
+
 @torch.no_grad()
-def _values(engine: Engine, tensors: Tensors) -> Iterator[torch.Tensor]:
-    """Yield the flattened values of `tensors`, on the CPU, in the order of `in_order`.
+def _gathered(
+    engine: Engine,
+    tensors: Tensors,
+    buckets: Sequence[Bucket],
+    is_wanted: Callable[[str], bool],
+) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """Yield `tensors` by name, on the CPU, bucket by bucket, then the tensors in no bucket.
     Collective: every rank takes all.
+
+    is_wanted: whether this rank uses the values; None in place of all other values.
     """
     names = {tensor: name for name, tensor in in_order(engine).items() if name in tensors}
-    buckets = [
-        bucket
-        for bucket in engine.buckets
-        if any(managed.param in names for managed in bucket.params)
+
+    def on_host(name: str, full: torch.Tensor) -> tuple[str, torch.Tensor | None]:
+        return name, full.to("cpu", tensors[name].dtype) if is_wanted(name) else None
+
+    asked = [
+        bucket for bucket in buckets if any(managed.param in names for managed in bucket.params)
     ]
     fulls = engine.full_tensors.of_buckets(
-        (bucket, engine.master_or_weight(bucket)) for bucket in buckets
+        (bucket, engine.master_or_weight(bucket)) for bucket in asked
     )
-    for bucket, full in zip(buckets, fulls, strict=True):
+    for bucket in asked:
+        full = next(fulls)
         for managed in bucket.params:
             if managed.param in names:
-                dtype = tensors[names[managed.param]].dtype
-                yield managed.full(managed.slice_of(full)).to("cpu", dtype).contiguous().view(-1)
+                yield on_host(names[managed.param], managed.full(managed.slice_of(full)))
+        del full  # before the next one is waited for
     for tensor, name in names.items():
         if tensor not in engine.managed:
-            full = held_by(tensor).detach()
+            whole = held_by(tensor).detach()
             tensor_slice = slice_of(name, tensor)
             if tensor_slice is not None:
-                full = tensor_slice.assemble(full)
-            yield full.to("cpu", tensors[name].dtype).contiguous().view(-1)
+                whole = tensor_slice.assemble(whole)
+            yield on_host(name, whole)

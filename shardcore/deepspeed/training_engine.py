@@ -402,9 +402,9 @@ class ForwardEngine(metaclass=_Kind):
         At stage 3 it returns False and saves nothing if stage3_gather_16bit_weights_on_model_save
         is false.
 
-        A name with the ending .safetensors selects this format. Any other name selects a file of
-        torch.save; rank 0 then holds all weights in host memory. A file of safetensors stores tied
-        weights once.
+        A name with the ending .safetensors selects this format, which is written unit by unit. Any
+        other name selects a file of torch.save; rank 0 then holds all weights in host memory. A
+        file of safetensors stores tied weights once.
         """
         if not self._config.gathers_to_save and self._config.stage == 3:
             logger.warning(
@@ -415,7 +415,7 @@ class ForwardEngine(metaclass=_Kind):
         tensors = as_trained(self._core, exclude_frozen_parameters)
         path = Path(save_dir) / save_filename
         if path.suffix == ".safetensors":
-            write_model(self._core, path, tensors, MAX_SHARD_BYTES)
+            write_model("save_16bit_model", self._core, path, tensors, MAX_SHARD_BYTES)
             return True
 
         def save(values: Iterator[torch.Tensor]) -> list[Path]:

@@ -101,9 +101,9 @@ def test_a_save_into_the_same_folder_leaves_what_is_written_there(
 ) -> None:
     publish = shardcore.checkpoint.consolidate._publish
 
-    def after_a_save(folder: Path, *names: Any) -> None:
-        SaveLock(folder, "step").release()
-        publish(folder, *names)
+    def after_a_save(layout: Any, ending: str) -> Any:
+        SaveLock(layout.folder, "step").release()
+        return publish(layout, ending)
 
     monkeypatch.setattr("shardcore.checkpoint.consolidate._publish", after_a_save)
     assert consolidate(saved, saved.parent) == [saved.parent / "model.safetensors"]
