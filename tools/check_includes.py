@@ -74,6 +74,7 @@ OTHERS = {
     "_shutdown",
     # transformers, accelerate and lightning
     *("_adjust_missing_and_unexpected_keys", "_attn_implementation", "_init_weights"),
+    *("_hf_peft_config_loaded", "_keys_to_ignore_on_save"),
     *("_keys_to_ignore_on_load_missing", "_n_gpu", "_supports_attention_backend", "_tp_plan"),
     *("_hf_hook", "_is_accelerate_prepared", "_models", "_optimizers"),
     *("_after_closure", "_forward_redirection", "_layer_sync"),

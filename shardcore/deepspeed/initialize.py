@@ -30,6 +30,7 @@ from shardcore.api import shard_and_log
 from shardcore.checkpoint.materialize import Materialize
 from shardcore.deepspeed import checkpointing
 from shardcore.deepspeed.config import Config, read_config, shard_options
+from shardcore.deepspeed.hf_trainer import stream_saves
 from shardcore.deepspeed.leaf_modules import mark_configured
 from shardcore.deepspeed.loaders import ShardedLoader
 from shardcore.deepspeed.lr_schedules import make as make_scheduler
@@ -283,6 +284,7 @@ def initialize(
     cast_buffers(model, settings)
     if settings.stage == 3:
         name_sharded_params()
+        stream_saves()
     elif engine_of(model).overlap_step is None:  # else a read on one rank would start gathers there
         engine_of(model).own_weights = True  # scripts read them on rank 0 alone, and save them
     if slices > 1:

@@ -225,6 +225,8 @@ def take_off(model: nn.Module, engine: Engine) -> None:
         handle.remove()
     for name in ("_shardcore_engine", "zero_grad", "train"):
         model.__dict__.pop(name, None)
+    if isinstance(model.__dict__.get("save_pretrained"), Method):
+        del model.__dict__["save_pretrained"]
 
 
 class _EngineHook:
@@ -238,7 +240,7 @@ class _EngineHook:
             engine.hooks.add(self)
 
 
-class _Method(_EngineHook):
+class Method(_EngineHook):
     """What stands in for a method of the model, which has it in its `__dict__` and so is not
     kept by it.
     """
@@ -259,7 +261,7 @@ class _Method(_EngineHook):
         return type(self), (self.model, None)
 
 
-class _ZeroGrad(_Method):
+class _ZeroGrad(Method):
     """`model.zero_grad`: gradients are sharded, where nn.Module.zero_grad does not look."""
 
     def __call__(self, set_to_none: bool = True) -> None:
@@ -269,7 +271,7 @@ class _ZeroGrad(_Method):
             type(self.model).zero_grad(self.model, set_to_none)
 
 
-class _Train(_Method):
+class _Train(Method):
     """`model.train`, and so `model.eval`: they wait for the step, so that references held before
     show the new weights.
     """
@@ -280,7 +282,7 @@ class _Train(_Method):
         return type(self.model).train(self.model, mode)
 
 
-class _FlattenParameters(_Method):
+class _FlattenParameters(Method):
     """`flatten_parameters` of torch's RNNs, by which cuDNN takes weights into memory of its own,
     out of the engine's.
     """
@@ -295,7 +297,7 @@ class _FlattenParameters(_Method):
 _FOR_NAMES = "adapter_state_dict", "adapter_state_dict_load_map"
 
 
-class _ForNames(_Method):
+class _ForNames(Method):
     """A method that makes a state dict of a part of the module, for its keys."""
 
     def __init__(self, model: nn.Module, engine: Engine | None, name: str) -> None:

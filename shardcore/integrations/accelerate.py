@@ -21,10 +21,12 @@ from accelerate.utils import AutocastKwargs, DistributedType, GradScalerKwargs, 
 from torch import nn
 
 from shardcore.api import no_sync, shard_and_log
-from shardcore.checkpoint.consolidate import whole_state_dict
+from shardcore.checkpoint.consolidate import MAX_SHARD_BYTES, whole_state_dict, write_model
 from shardcore.checkpoint.directory import LATEST
+from shardcore.checkpoint.format import with_extra_state
 from shardcore.checkpoint.load import load
 from shardcore.checkpoint.materialize import required
+from shardcore.checkpoint.pretrained import first_names, save_weights
 from shardcore.checkpoint.save import save
 from shardcore.engine.engine import Engine, engine_behind
 from shardcore.optim import clip_grad_norm_
@@ -103,6 +105,7 @@ class ShardcoreAccelerator(Accelerator):
             )
         self._precision = precision
         self.shard_options = dict(shard_options or {})
+        self._streams_state = False
         self.register_save_state_pre_hook(self._save_sharded)
         self.register_load_state_pre_hook(self._load_sharded)
 
@@ -250,7 +253,26 @@ class ShardcoreAccelerator(Accelerator):
         engine = engine_of(model)
         if engine is None:
             return super().get_state_dict(model, unwrap)  # type: ignore[no-any-return]
+        if self._streams_state:
+            return {}
         return whole_state_dict(engine_behind("get_state_dict", model))
+
+    def save_model(
+        self,
+        model: nn.Module,
+        save_directory: Any,
+        max_shard_size: int | str = "10GB",
+        safe_serialization: bool = True,
+    ) -> None:
+        """Save the full weights, in the dtypes of training, as .safetensors files of at most
+        `max_shard_size`. Ranks write different files at the same time, unit by unit. Collective.
+
+        With safe_serialization=False the main process holds all weights, and writes pickles.
+        """
+        if engine_of(model) is None or not safe_serialization or with_extra_state(model):
+            super().save_model(model, save_directory, max_shard_size, safe_serialization)
+            return
+        save_weights(engine_behind("save_model", model), Path(save_directory), max_shard_size)
 
     def save_state(
         self, output_dir: Any = None, safe_serialization: bool = True, **kwargs: Any
@@ -263,6 +285,10 @@ class ShardcoreAccelerator(Accelerator):
                 "save_state: save_on_each_node is True; expected False (each rank writes its "
                 "shards to one folder)"
             )
+        # then _save_sharded writes the weights in place of Accelerate, which needs all at once
+        self._streams_state = safe_serialization and not any(
+            engine_of(model) is None or with_extra_state(model) for model in self._models
+        )
         with self._keeping_optimizers():
             return super().save_state(output_dir, safe_serialization, **kwargs)
 
@@ -281,8 +307,16 @@ class ShardcoreAccelerator(Accelerator):
             yield
         finally:
             self._optimizers[:] = before
+            self._streams_state = False
 
     def _save_sharded(self, models: list[Any], weights: list[Any], output_dir: Any) -> None:
+        if self._streams_state:
+            weights.clear()
+            for index, model in enumerate(models):
+                engine = engine_behind("save_state", model)
+                stem = f"model_{index}" if index else "model"
+                path = Path(output_dir) / f"{stem}.safetensors"
+                write_model("save_state", engine, path, first_names(engine), MAX_SHARD_BYTES)
         for index, (model, optimizer) in enumerate(self._pairs()):
             save(
                 _folder(output_dir, index),

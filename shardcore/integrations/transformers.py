@@ -30,6 +30,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from shardcore.checkpoint.consolidate import as_trained, on_first_rank, state_dict_of
 from shardcore.checkpoint.directory import LATEST
 from shardcore.checkpoint.load import load
+from shardcore.checkpoint.pretrained import can_stream, save_pretrained
 from shardcore.checkpoint.save import save
 from shardcore.deepspeed.auto import resolve, sizes_by
 from shardcore.deepspeed.config import Config, read_config, read_json, shard_options
@@ -295,6 +296,10 @@ class ShardcoreTrainerMixin(_Base):
         engine = self._engine
         if engine is None or state_dict is not None:
             super()._save(output_dir, state_dict)
+            return
+        if can_stream(self.model):
+            save_rest = partial(super()._save, output_dir, state_dict={})
+            save_pretrained(engine, Path(output_dir or self.args.output_dir), save_rest)
             return
         tensors = as_trained(engine, exclude_frozen=has_adapters(self.model))
         write = super()._save

@@ -115,6 +115,8 @@ data = [{"input_ids": ids, "labels": ids} for ids in rows()]
 trainer = Trainer(model=tiny(), args=args, train_dataset=data, eval_dataset=data[:8])
 trainer.train(resume_from_checkpoint=args.resume_from_checkpoint)
 trainer.evaluate()
+if args.deepspeed:
+    trainer.deepspeed._zero3_consolidated_16bit_state_dict = None   # at stage 3 save_model streams
 finish(trainer)
 """
 FROM_PRETRAINED = """

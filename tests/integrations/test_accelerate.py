@@ -2,6 +2,7 @@
 and one hash everywhere.
 """
 
+import json
 import shutil
 from pathlib import Path
 from typing import Any
@@ -206,6 +207,43 @@ def test_bf16_keeps_float32_masters_and_saves_them(tmp_path: Path, ddp: dict[str
         == torch.bfloat16
     )
     assert (tmp_path / "checkpoints/checkpoint_0/shardcore/latest").exists()
+
+
+def _export(rank: int, world_size: int, out: str, options: Any) -> None:
+    """Save the initial weights, to files of at most 8 KB and to one, without a whole state dict."""
+    with launched(rank, world_size), pytest.MonkeyPatch.context() as patch:
+        accelerator = make(options)
+        model = prepared(accelerator)[0]
+        patch.setattr("shardcore.integrations.accelerate.whole_state_dict", None)
+        accelerator.save_model(model, f"{out}/several", max_shard_size="8KB")
+        accelerator.save_model(model, f"{out}/one")
+        accelerator.save_state(f"{out}/state")
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("stage", [0, 3])
+def test_models_are_saved_in_the_files_of_accelerate(tmp_path: Path, stage: int) -> None:
+    run_ranks(2, _export, str(tmp_path / "ours"), {"stage": stage})
+    run_ranks(1, _export, str(tmp_path / "plain"), None)
+    for folder in ("several", "one", "state"):
+        ours, plain = tmp_path / "ours" / folder, tmp_path / "plain" / folder
+        files = sorted(path.name for path in plain.glob("model*"))
+        assert sorted(path.name for path in ours.glob("model*")) == files
+        for name in files:
+            if name.endswith(".json"):
+                assert json.loads((ours / name).read_text()) == json.loads(
+                    (plain / name).read_text()
+                )
+                continue
+            found, expected = load_file(ours / name), load_file(plain / name)
+            assert found.keys() == expected.keys()
+            assert hash_of_state(found) == hash_of_state(expected)
+    assert len(list((tmp_path / "ours" / "several").iterdir())) > 3
+    twin = tmp_path / "ours" / "one" / "model.safetensors"
+    values = load_file(twin)
+    values["transformer.wpe.weight"][0, 0] += 1
+    plain_values = load_file(tmp_path / "plain" / "one" / "model.safetensors")
+    assert hash_of_state(values) != hash_of_state(plain_values)
 
 
 def _fp16(rank: int, world_size: int) -> Any:

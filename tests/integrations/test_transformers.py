@@ -359,7 +359,7 @@ def _saves_on_one_rank(rank: int, world_size: int, out: str) -> None:
 def test_a_save_on_one_rank_only_raises_on_all(tmp_path: Path) -> None:
     messages = run_ranks(2, message_of, _saves_on_one_rank, str(tmp_path))
     assert any(
-        "ranks wait for different things" in message and "rank 0 for state_dict" in message
+        "ranks wait for different things" in message and "rank 0 for save_pretrained" in message
         for message in messages
     )
     assert all(message.startswith("RuntimeError") for message in messages)

@@ -1,0 +1,261 @@
+"""save_pretrained of a sharded transformers model: its weights are streamed, unit by unit.
+
+Invariants: transformers writes everything but the weights (config, generation config, custom code)
+and says which weights a file has, by its own functions on meta tensors. The files load by plain
+from_pretrained, in the dtypes that the weights train in, which the config names.
+
+Tensors that transformers converts back (Mixtral's experts) are converted unit by unit, when all
+tensors of the unit are gathered.
+
+A model of transformers implies that it is imported, so it is never imported here. Its private names
+are in this file alone; tested with transformers 5.24. Calls that cannot stream go to transformers:
+see `SavePretrained`.
+"""
+
+import inspect
+import os
+import sys
+from collections.abc import Callable, Mapping
+from functools import partial
+from importlib import import_module
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+from torch import nn
+
+from shardcore.checkpoint.consolidate import (
+    Layout,
+    Part,
+    Tensors,
+    as_trained,
+    in_order,
+    write_files,
+)
+from shardcore.checkpoint.format import plain_name, with_extra_state
+from shardcore.checkpoint.safetensors import INDEX, SINGLE
+from shardcore.engine.agreement import together
+from shardcore.engine.engine import Engine
+from shardcore.engine.hooks import Method
+from shardcore.torch_private import is_persistent
+
+_Revert: TypeAlias = Callable[[Any, dict[str, torch.Tensor]], Mapping[str, torch.Tensor]]
+
+
+class SavePretrained(Method):
+    """`model.save_pretrained`: called on every rank, it streams.
+
+    transformers' own method runs where the weights are given (`state_dict=`), where this rank reads
+    its own weights, and for adapters, quantized models, `push_to_hub` and
+    `distributed_checkpoint`.
+    """
+
+    def __call__(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+        """Save the model for from_pretrained; see transformers. Collective."""
+        model: Any = self.model
+        own = partial(type(model).save_pretrained, model)
+        bound = inspect.signature(own).bind(save_directory, *args, **kwargs)
+        bound.apply_defaults()
+        given = dict(bound.arguments)
+        given.update(given.pop("kwargs", {}))
+        if self.engine is None or not _streams(self.engine, given):
+            own(save_directory, *args, **kwargs)
+            return
+        save_pretrained(
+            self.engine,
+            Path(save_directory),
+            lambda: own(**{**given, "state_dict": {}, "is_main_process": True}),
+            max_shard_size=given["max_shard_size"],
+            variant=given.get("variant"),
+            save_original_format=given.get("save_original_format", True),
+        )
+
+
+def attach(model: nn.Module, engine: Engine) -> None:
+    """Let `model.save_pretrained` of a sharded transformers model stream."""
+    there = vars(model).get("save_pretrained")
+    if can_stream(model) and (there is None or isinstance(there, SavePretrained)):
+        model.__dict__["save_pretrained"] = SavePretrained(model, engine)
+
+
+def can_stream(model: nn.Module) -> bool:
+    """Whether this is a transformers model whose weights `save_pretrained` can stream."""
+    modeling = sys.modules.get("transformers.modeling_utils")
+    kind = getattr(modeling, "PreTrainedModel", None)
+    if kind is None or not isinstance(model, kind):
+        return False
+    return (
+        hasattr(modeling, "remove_tied_weights_from_state_dict")
+        and hasattr(modeling, "revert_weight_conversion")
+        and type(model).save_pretrained is kind.save_pretrained
+        and type(model).state_dict is nn.Module.state_dict
+        and getattr(model, "hf_quantizer", None) is None
+        and not getattr(model, "_hf_peft_config_loaded", False)
+        and not with_extra_state(model)
+    )
+
+
+def _streams(engine: Engine, given: Mapping[str, Any]) -> bool:
+    reads_own = engine.own_weights or engine.gathered.covers(engine.managed)
+    return (
+        can_stream(engine.model)
+        and not reads_own
+        and given.get("state_dict") is None
+        and not given.get("push_to_hub")
+        and not given.get("distributed_checkpoint")
+        and given.get("safe_serialization", True)
+    )
+
+
+def save_pretrained(
+    engine: Engine,
+    folder: Path,
+    save_rest: Callable[[], object],
+    *,
+    max_shard_size: int | str = "50GB",
+    variant: str | None = None,
+    save_original_format: bool = True,
+) -> list[Path]:
+    """Write the weights of a sharded transformers model as its save_pretrained does. Collective.
+
+    save_rest: writes all other files. Rank 0 calls it when the weights are complete.
+    """
+    model: Any = engine.model
+    with together(engine.everyone, "save_pretrained", "nothing was written"):
+        plan = _plan(engine, save_original_format)
+        layout = hub_layout(
+            plan.targets, folder, max_shard_size, variant, total_parameters=model.num_parameters()
+        )
+    return write_files(
+        "save_pretrained", engine, layout, plan.sources, plan.parts, plan.targets, save_rest
+    )
+
+
+def save_weights(engine: Engine, folder: Path, max_shard_size: int | str) -> list[Path]:
+    """Write the weights of any sharded model, in the dtypes that they train in, as Accelerate's
+    save_model does: tied weights under their first name. Collective.
+    """
+    with together(engine.everyone, "save_model", "nothing was written"):
+        tensors = first_names(engine)
+        layout = hub_layout(tensors, folder, max_shard_size)
+    return write_files(
+        "save_model", engine, layout, tensors, [Part([n], [n]) for n in tensors], tensors
+    )
+
+
+def first_names(engine: Engine) -> Tensors:
+    """Return the state dict of a sharded model in its order, on the meta device, in the dtypes that
+    weights train in; tied weights under their first name.
+    """
+    trained, name_of = as_trained(engine), {t: n for n, t in in_order(engine).items()}
+    names = dict.fromkeys(name_of[tensor] for tensor in named_state(engine).values())
+    return {name: trained[name] for name in names}
+
+
+def hub_layout(
+    tensors: Tensors,
+    folder: Path,
+    max_shard_size: int | str,
+    variant: str | None = None,
+    **metadata: int,
+) -> Layout:
+    """Return the files into which Hugging Face's libraries split a state dict."""
+    hub: Any = import_module("huggingface_hub")
+    single, index_name = (_with_variant(name, variant) for name in (SINGLE, INDEX))
+    split = hub.split_torch_state_dict_into_shards(
+        tensors,
+        filename_pattern=single.replace(".safetensors", "{suffix}.safetensors"),
+        max_shard_size=max_shard_size,
+    )
+    index = {"metadata": {**metadata, **split.metadata}, "weight_map": split.tensor_to_filename}
+    files = split.filename_to_tensors or {single: []}
+    return Layout(folder, files, index if split.is_sharded else None, single, index_name)
+
+
+def _with_variant(name: str, variant: str | None) -> str:
+    stem, _, ending = name.rpartition(".")
+    return name if variant is None else f"{stem}.{variant}.{ending}"
+
+
+def named_state(engine: Engine) -> dict[str, torch.Tensor]:
+    """Return the parameters and persistent buffers by the names of the model's state dict, and in
+    its order; shared ones under each name.
+    """
+    state = {}
+    for prefix, module in engine.model.named_modules(remove_duplicate=False):
+        tables: tuple[Mapping[str, Any], ...] = (module._parameters, module._buffers)
+        for key, tensor in (item for table in tables for item in table.items()):
+            if tensor is not None and is_persistent(module, key):
+                state[f"{prefix}.{key}".lstrip(".")] = tensor
+    return state
+
+
+class _Plan(NamedTuple):
+    """What is read of the model, what is in files, and how the one becomes the other."""
+
+    sources: Tensors
+    parts: list[Part]
+    targets: Tensors
+
+
+def _plan(engine: Engine, save_original_format: bool) -> _Plan:
+    model: Any = engine.model
+    modeling: Any = import_module("transformers.modeling_utils")
+    trained = as_trained(engine)
+    name_of = {tensor: name for name, tensor in in_order(engine).items()}
+    source_of = {key: name_of[tensor] for key, tensor in named_state(engine).items()}
+    state = {key: trained[name] for key, name in source_of.items()}
+    for key in model._keys_to_ignore_on_save or ():
+        state.pop(key, None)
+    state = modeling.remove_tied_weights_from_state_dict(state, model)
+    # by the names that transformers' functions know, without wrappers around modules
+    key_of = {source_of[key]: plain_name(key) for key in state}
+    saved = {plain_name(key): tensor for key, tensor in state.items()}
+    sources = {name: trained[name] for name in trained if name in key_of}
+    if not save_original_format:
+        return _Plan(sources, [Part([name], [key_of[name]]) for name in sources], saved)
+    revert = partial(modeling.revert_weight_conversion, model)
+    made = revert(dict(saved))
+    # with memory of their own, by which Hugging Face's split counts bytes: some are views of others
+    targets = {name: torch.empty_like(tensor) for name, tensor in made.items()}
+    return _Plan(sources, _parts(engine, key_of, saved, made, revert), targets)
+
+
+def _parts(
+    engine: Engine,
+    key_of: Mapping[str, str],
+    saved: Tensors,
+    made: Tensors,
+    revert: Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]],
+) -> list[Part]:
+    """Return what is made together: each renamed tensor alone, and the converted ones of a unit.
+
+    made: what transformers makes of `saved`, which are the tensors of the model by `key_of` their
+    names. A renamed tensor is the same object.
+    """
+    target_of = {tensor: name for name, tensor in made.items()}
+    renamed = {
+        name: target_of[saved[key]] for name, key in key_of.items() if saved[key] in target_of
+    }
+    parts = [Part([name], [target]) for name, target in renamed.items()]
+    units: dict[str, list[str]] = {}
+    tensor_of = in_order(engine)
+    for name in key_of:
+        if name not in renamed:
+            bucket: Any = engine.bucket_of.get(tensor_of[name])  # type: ignore[call-overload]
+            units.setdefault("" if bucket is None else bucket.unit, []).append(name)
+
+    def converted(names: list[str]) -> Part:
+        def make(values: dict[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
+            return revert({key_of[name]: values[name] for name in names})
+
+        return Part(
+            names, list(revert({key_of[name]: saved[key_of[name]] for name in names})), make
+        )
+
+    by_unit = [converted(names) for names in units.values()]
+    targets = [name for part in by_unit for name in part.targets]
+    if sorted(targets) == sorted(made.keys() - set(renamed.values())):
+        return parts + by_unit
+    # tensors of several units become one
+    return [*parts, converted([name for names in units.values() for name in names])]
