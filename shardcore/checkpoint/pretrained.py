@@ -1,4 +1,5 @@
-"""save_pretrained of a sharded transformers model: its weights are streamed, unit by unit.
+"""save_pretrained of a sharded model of transformers or PEFT: its weights are streamed, unit by
+unit.
 
 Invariants: transformers writes everything but the weights (config, generation config, custom code)
 and says which weights a file has, by its own functions on meta tensors. The files load by plain
@@ -7,15 +8,17 @@ from_pretrained, in the dtypes that the weights train in, which the config names
 Tensors that transformers converts back (Mixtral's experts) are converted unit by unit, when all
 tensors of the unit are gathered.
 
-A model of transformers implies that it is imported, so it is never imported here. Its private names
-are in this file alone; tested with transformers 5.24. Calls that cannot stream go to transformers:
-see `SavePretrained`.
+Of a PEFT model only the tensors that PEFT saves are gathered, on rank 0, and PEFT writes them.
+
+A model of transformers or PEFT implies that the library is imported, so it is never imported here.
+Private names of transformers are in this file alone; tested with transformers 5.24 and PEFT 0.21.
+Other calls go to the library's own method: see `SavePretrained` and `SaveAdapters`.
 """
 
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -30,6 +33,9 @@ from shardcore.checkpoint.consolidate import (
     Tensors,
     as_trained,
     in_order,
+    of_engine,
+    on_first_rank,
+    state_dict_of,
     write_files,
 )
 from shardcore.checkpoint.format import plain_name, with_extra_state
@@ -52,12 +58,7 @@ class SavePretrained(Method):
 
     def __call__(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
         """Save the model for from_pretrained; see transformers. Collective."""
-        model: Any = self.model
-        own = partial(type(model).save_pretrained, model)
-        bound = inspect.signature(own).bind(save_directory, *args, **kwargs)
-        bound.apply_defaults()
-        given = dict(bound.arguments)
-        given.update(given.pop("kwargs", {}))
+        own, given = _call_of(self.model, save_directory, *args, **kwargs)
         if self.engine is None or not _streams(self.engine, given):
             own(save_directory, *args, **kwargs)
             return
@@ -71,11 +72,93 @@ class SavePretrained(Method):
         )
 
 
+class SaveAdapters(Method):
+    """`save_pretrained` of a PEFT model: called on every rank, it gathers what PEFT saves, to
+    rank 0.
+
+    PEFT's own method runs where the weights are given (`state_dict=`), where this rank reads its
+    own weights, and for prompts, which PEFT does not take from a state dict.
+    """
+
+    def __call__(self, save_directory: str | os.PathLike[str], *args: Any, **kwargs: Any) -> None:
+        """Save the adapters; see PEFT. Collective."""
+        own, given = _call_of(self.model, save_directory, *args, **kwargs)
+        if (
+            self.engine is None
+            or _reads_own(self.engine)
+            or given.get("state_dict") is not None
+            or given.get("path_initial_model_for_weight_conversion") is not None
+        ):
+            own(save_directory, *args, **kwargs)
+            return
+        engine = self.engine
+        with together(engine.everyone, "save_pretrained", "nothing was written"):
+            tensors = _saved_by_peft(engine, given)
+        if tensors is None:
+            own(save_directory, *args, **kwargs)
+            return
+        options = {**given, "is_main_process": True}
+
+        def save(values: Iterator[torch.Tensor]) -> list[Path]:
+            own(**{**options, "state_dict": state_dict_of(engine, tensors, values)})
+            return []
+
+        on_first_rank(engine, tensors, save)
+
+
+def _call_of(model: Any, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the class's own save_pretrained of a model, and the arguments of a call by name."""
+    own = partial(type(model).save_pretrained, model)
+    bound = inspect.signature(own).bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = dict(bound.arguments)
+    given.update(given.pop("kwargs", {}))
+    return own, given
+
+
+def _reads_own(engine: Engine) -> bool:
+    return engine.own_weights or engine.gathered.covers(engine.managed)
+
+
+def _saved_by_peft(engine: Engine, given: Mapping[str, Any]) -> Tensors | None:
+    """Return the tensors of the model that PEFT saves; None if it saves others."""
+    model: Any = engine.model
+    peft: Any = import_module("peft")
+    tensors, name_of = of_engine(engine, None), {t: n for n, t in in_order(engine).items()}
+    state = {
+        plain_name(key): tensors[name_of[tensor]] for key, tensor in named_state(engine).items()
+    }
+    saved: set[torch.Tensor] = set()
+    for adapter in given["selected_adapters"] or model.peft_config:
+        if model.peft_config[adapter].is_prompt_learning:
+            return None
+        saved.update(
+            peft.get_peft_model_state_dict(
+                model,
+                state_dict=dict(state),
+                adapter_name=adapter,
+                save_embedding_layers=given["save_embedding_layers"],
+            ).values()
+        )
+    if not saved.issubset(tensors.values()):
+        return None
+    return {name: tensor for name, tensor in tensors.items() if tensor in saved}
+
+
 def attach(model: nn.Module, engine: Engine) -> None:
-    """Let `model.save_pretrained` of a sharded transformers model stream."""
+    """Let `model.save_pretrained` of a sharded model of transformers or PEFT stream."""
     there = vars(model).get("save_pretrained")
-    if can_stream(model) and (there is None or isinstance(there, SavePretrained)):
+    if there is not None and not isinstance(there, Method):
+        return
+    adapted = getattr(sys.modules.get("peft"), "PeftModel", None)
+    if can_stream(model):
         model.__dict__["save_pretrained"] = SavePretrained(model, engine)
+    elif (
+        adapted is not None
+        and isinstance(model, adapted)
+        and type(model).save_pretrained is adapted.save_pretrained
+    ):
+        model.__dict__["save_pretrained"] = SaveAdapters(model, engine)
 
 
 def can_stream(model: nn.Module) -> bool:
@@ -96,10 +179,9 @@ def can_stream(model: nn.Module) -> bool:
 
 
 def _streams(engine: Engine, given: Mapping[str, Any]) -> bool:
-    reads_own = engine.own_weights or engine.gathered.covers(engine.managed)
     return (
         can_stream(engine.model)
-        and not reads_own
+        and not _reads_own(engine)
         and given.get("state_dict") is None
         and not given.get("push_to_hub")
         and not given.get("distributed_checkpoint")

@@ -15,6 +15,7 @@ from safetensors.torch import load_file  # noqa: E402
 from transformers import Trainer, TrainingArguments  # noqa: E402
 
 import shardcore  # noqa: E402
+from shardcore.checkpoint import consolidate  # noqa: E402
 from shardcore.integrations.transformers import ShardcoreTrainer  # noqa: E402
 from tests.support.huggingface import (  # noqa: E402
     LORA,
@@ -218,6 +219,52 @@ def test_one_rank_saves_and_merges_adapters_inside_gathered_parameters(tmp_path:
         key = name.replace(old, new)
         assert torch.equal(value, fresh[key].bfloat16())
     assert (tmp_path / "merged" / "model.safetensors").exists()
+
+
+def save_adapters(rank: int, world_size: int, out: str) -> list[str]:
+    """Save two adapters, of which one does not train, on every rank; return what was gathered."""
+    model = with_adapters()
+    model.add_adapter("other", peft.LoraConfig(**{**LORA, "r": 2}))
+    model.get_input_embeddings().weight.data[0] = 5.0
+    model, optimizer = shardcore.shard(
+        model, torch.optim.AdamW(model.parameters(), lr=0.1), stage=3, precision="bf16"
+    )
+    batch = rows(2)[rank]
+    model(input_ids=batch["input_ids"][None], labels=batch["labels"][None]).loss.backward()
+    optimizer.step()
+    state = model.state_dict()
+    gathered: list[str] = []
+    read = consolidate.on_first_rank
+
+    def watched(engine: Any, tensors: Any, use: Any) -> Any:
+        gathered.extend(tensors)
+        return read(engine, tensors, use)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("shardcore.checkpoint.pretrained.on_first_rank", watched)
+        for name, more in (("own", {}), ("embeddings", {"save_embedding_layers": True})):
+            model.save_pretrained(f"{out}/{name}", is_main_process=rank == 0, **more)
+            if rank == 0:
+                model.save_pretrained(f"{out}/{name}_given", state_dict=state, **more)
+    return gathered
+
+
+def test_every_rank_saves_adapters_and_gathers_no_more(tmp_path: Path) -> None:
+    for gathered in run_ranks(2, save_adapters, str(tmp_path)):
+        assert any("other" in name for name in gathered)
+        assert {name for name in gathered if "lora_" not in name} == {
+            "base_model.model.transformer.wte.weight"
+        }
+    for name in ("own", "embeddings"):
+        for adapter in ("", "other"):
+            file = Path(adapter, "adapter_model.safetensors")
+            found = load_file(tmp_path / name / file)
+            expected = load_file(tmp_path / f"{name}_given" / file)
+            assert found.keys() == expected.keys()
+            assert hash_of_state(found) == hash_of_state(expected)
+            dtypes = {value.dtype for key, value in found.items() if "lora" in key}
+            assert dtypes == {torch.bfloat16 if adapter else torch.float32}, "one has masters"
+            assert any("wte" in key for key in found) == (name == "embeddings")
 
 
 # --- quantized bases ------------------------------------------------------------------------------
