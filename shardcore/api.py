@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardcore._native import _C
-from shardcore.checkpoint import pretrained
+from shardcore.checkpoint import save_pretrained
 from shardcore.checkpoint import sharded as sharded_state
 from shardcore.checkpoint.commits import Commits
 from shardcore.checkpoint.materialize import FromFiles, FromInit, Materialize, plan_materialize
@@ -807,7 +807,7 @@ def _start(
         if plan.builder.trains:  # from now on the engine has that state
             optimizer._skipped, optimizer._device_state = optimizer.skipped_steps, None
         attach(plan.model, engine, input_casts(plan, cast_inputs))
-        pretrained.attach(plan.model, engine)
+        save_pretrained.attach(plan.model, engine)
         optimizer.state = ShardedStates(
             engine.updater.buckets, engine.settle, other_entries_of_state
         )

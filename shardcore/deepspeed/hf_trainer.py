@@ -11,7 +11,7 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
-from shardcore.checkpoint.pretrained import can_stream, save_pretrained
+from shardcore.checkpoint.save_pretrained import can_stream, save_pretrained
 from shardcore.deepspeed.training_engine import TrainingEngine
 from shardcore.optim.interface import engine_of
 

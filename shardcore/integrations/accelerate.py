@@ -26,8 +26,8 @@ from shardcore.checkpoint.directory import LATEST
 from shardcore.checkpoint.format import with_extra_state
 from shardcore.checkpoint.load import load
 from shardcore.checkpoint.materialize import required
-from shardcore.checkpoint.pretrained import first_names, save_weights
 from shardcore.checkpoint.save import save
+from shardcore.checkpoint.save_pretrained import first_names, save_weights
 from shardcore.engine.engine import Engine, engine_behind
 from shardcore.optim import clip_grad_norm_
 from shardcore.optim.interface import engine_of

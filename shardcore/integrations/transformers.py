@@ -30,8 +30,8 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from shardcore.checkpoint.consolidate import as_trained, on_first_rank, state_dict_of
 from shardcore.checkpoint.directory import LATEST
 from shardcore.checkpoint.load import load
-from shardcore.checkpoint.pretrained import can_stream, save_pretrained
 from shardcore.checkpoint.save import save
+from shardcore.checkpoint.save_pretrained import can_stream, save_pretrained
 from shardcore.deepspeed.auto import resolve, sizes_by
 from shardcore.deepspeed.config import Config, read_config, read_json, shard_options
 from shardcore.deepspeed.initialize import check_model, configured_optimizer

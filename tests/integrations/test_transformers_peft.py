@@ -241,7 +241,7 @@ def save_adapters(rank: int, world_size: int, out: str) -> list[str]:
         return read(engine, tensors, use)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("shardcore.checkpoint.pretrained.on_first_rank", watched)
+        patch.setattr("shardcore.checkpoint.save_pretrained.on_first_rank", watched)
         for name, more in (("own", {}), ("embeddings", {"save_embedding_layers": True})):
             model.save_pretrained(f"{out}/{name}", is_main_process=rank == 0, **more)
             if rank == 0:
