@@ -17,6 +17,7 @@ from shardcore._native import _C
 from shardcore.optim.base import Group, ShardableOptimizer
 from shardcore.optim.clip import ShardedGradients, global_norm
 from shardcore.optim.dtensor import Rows, export_dtensors, find_rows, grouped, local_part
+from shardcore.optim.float8 import is_float8_weight
 from shardcore.optim.group_options import (
     READ,
     capturing,
@@ -242,11 +243,12 @@ class AdamOptimizer(ShardableOptimizer):
         if clipped is None:
             return
         update.run(clipped, update.calls)
-        # the kernel counted a version of their local parts only
-        increment_version([owner for owner in update.owners if owner in rows])
+        # the kernel counted a version of the tensors inside only
+        wrappers = [owner for owner in update.owners if owner in rows or is_float8_weight(owner)]
+        increment_version(wrappers)
         update.commit()
         # the local parts of DTensors may change, so each step looks them up
-        self._repeat = None if rows else update
+        self._repeat = None if rows or wrappers else update
 
     def _clipped_scale(
         self,
@@ -329,7 +331,8 @@ class FusedAdam(AdamOptimizer):
             parameter (``p.grad_dtype``, or ``step(grads=)``). FSDP2's DTensors are accepted if they
             are contiguous and their placements are Shard(0) and Replicate(). With them,
             step(max_norm=) is collective, ``state`` contains this rank's local parts, and
-            state_dict() returns DTensors.
+            state_dict() returns DTensors. torchao's weights for a float8 all-gather are accepted,
+            plain and inside DTensors; the step updates the float32 tensor inside.
         lr, betas, eps, weight_decay, amsgrad, maximize: As in torch.optim.AdamW, but weight_decay
             defaults to 0.
         adam_w_mode: True decays weights (AdamW). False adds weight_decay * weight to the gradient

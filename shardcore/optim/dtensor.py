@@ -1,5 +1,5 @@
 """DTensor parameters (FSDP2): the rows that this rank holds, and conversion between its local part
-and the DTensor.
+and the DTensor. The local part may be torchao's float8 weight, around a plain tensor.
 
 Invariants: kernels and ``optimizer.state`` see only this rank's local part, a plain tensor; state
 dicts show DTensors, as torch.optim does. Nothing here communicates. torch.distributed.tensor is
@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from shardcore.optim.float8 import plain_part
 from shardcore.optim.group_options import check_param
 from shardcore.optim.state import check_tensor
 from shardcore.torch_private import is_traceable_wrapper_subclass
@@ -31,15 +32,15 @@ def is_dtensor(value: object) -> bool:
 
 
 def local_part(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a DTensor, as a plain tensor of the same memory, and any other
-    tensor as it is.
+    """Return this rank's part of a DTensor, as a plain tensor of the same memory; of torchao's
+    float8 weight the tensor inside; and any other tensor as it is.
     """
     if not is_dtensor(tensor):
-        return tensor
+        return plain_part(tensor)
     with torch.no_grad():
         part: torch.Tensor = tensor.to_local()  # type: ignore[attr-defined]
     wait = getattr(part, "wait", None)  # a collective may still write it
-    return part if wait is None else wait()
+    return plain_part(part if wait is None else wait())
 
 
 # The other ranks that hold rows of a DTensor: one process group per dimension of its mesh that is
@@ -154,9 +155,11 @@ def check_tensor_param(op: str, name: str, param: torch.Tensor, rows: bool = Tru
                 "distributing it"
             )
         return of_param
+    param = plain_part(param)
     if is_traceable_wrapper_subclass(param):
         raise TypeError(
-            f"{op}: {name} is of type {type(param).__name__}; expected a plain tensor or a DTensor"
+            f"{op}: {name} is of type {type(param).__name__}; expected a plain tensor, a DTensor, "
+            "or torchao's float8 weight"
         )
     check_param(op, name, param)
     return None

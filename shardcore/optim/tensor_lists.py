@@ -14,9 +14,11 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 
 from shardcore._native import _C
 from shardcore.optim.dtensor import Rows, check_tensor_param, local_part
+from shardcore.optim.float8 import plain_part
 from shardcore.optim.group_options import (
     MASTERED_DTYPES,
     PARAM_DTYPES,
@@ -274,7 +276,9 @@ class Update:
 
     def _add(self, calls: Any, place: int, index: int, owner: torch.Tensor, grad: Any) -> None:
         """Add a parameter of group `place`, the index-th of all, to the lists of its device."""
-        param, first_element = owner, 0
+        # nearly all parameters are plain: no call for these
+        param = owner if type(owner) is nn.Parameter else plain_part(owner)
+        first_element = 0
         if owner in self._rows:
             rows = self._rows[owner]
             grad, param, first_element = (

@@ -20,6 +20,7 @@ OPTIONAL = (
     "apex",
     "deepspeed",
     "bitsandbytes",
+    "torchao",
     "transformers",
     "accelerate",
     "lightning",
