@@ -70,6 +70,7 @@ from shardcore.optim import CPUAdam, ShardableOptimizer
 from shardcore.optim.base import refuse_others
 from shardcore.optim.clip import reach_shards
 from shardcore.optim.dtensor import is_dtensor
+from shardcore.optim.float8 import float8_formats
 from shardcore.optim.interface import engine_of
 from shardcore.optim.muon import MuonKind
 from shardcore.optim.state_dict import joined_state, other_entries
@@ -529,6 +530,7 @@ def _plan(
         builder = build.Builder(
             comm, LIFETIMES[options.stage], options.dtype, fp32_params, device, trains
         )
+        builder.float8 = float8_formats(model)
         build.check_norms(model, builder)
         whole_matrices = bool(comm.slices) and trains and isinstance(optimizer.kind, MuonKind)
         refuse_slices(
@@ -748,9 +750,8 @@ def _fill(
     Collective. level: see `shard_and_log`.
     """
     builder, buckets, first = plan.builder, plan.buckets, plan.comm.rank == 0
-    conversions = builder.conversions(plan.model) if first else ""
-    if conversions:
-        logger.info("shard: precision=%r converts parameters: %s", options.precision, conversions)
+    for note in builder.notes(plan.model, options.precision) if first else ():
+        logger.info("shard: %s", note)
     if old is not None:
         old.zero_grad()
     if plan.optimizer is not user_optimizer:

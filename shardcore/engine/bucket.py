@@ -26,6 +26,7 @@ from shardcore._native import _C
 from shardcore.distributed.comm import as_bytes
 from shardcore.engine.slices import Slice, held_by, slice_of
 from shardcore.layout import Columns, FlatLayout, Piece
+from shardcore.optim.float8 import Float8Format
 from shardcore.optim.group_options import PARAM_DTYPES
 from shardcore.optim.state_format import NO_STATES, StateFormat
 from shardcore.torch_private import storage_id
@@ -359,6 +360,10 @@ class Bucket:
     while they are sharded.
     owned_weight: (owned_numel,), the owned range: a view of `weight` where that is resident, else
         memory of its own; empty where that is in `files`. See `owned_values`, `assign`.
+    grad_dtype: the dtype in which the local gradient is sent, unless another is chosen: `dtype`;
+        of float8 weights, which are kept in float32, the dtype that other weights have.
+    float8: how the weights are cast before they are gathered (engine/float8.py); None: they are
+        gathered as they are.
     reduces: the range, in the owned one, that this rank alone adds up, and writes to checkpoints.
     weight_tier: where that memory lies; tier: the only way to it where that is the host, or to
     `files`, else None.
@@ -390,13 +395,15 @@ class Bucket:
         reduces: tuple[int, int],
         trainable: bool = True,
         state_format: StateFormat = NO_STATES,
+        grad_dtype: torch.dtype | None = None,
+        float8: Float8Format | None = None,
     ) -> None:
         """Describe the bucket; this rank updates the range `owned` and adds up `reduces`;
         `state_format`: of its states.
         """
         self.unit = unit
         self.label = unit or "root"
-        self.dtype = dtype
+        self.dtype, self.grad_dtype, self.float8 = dtype, grad_dtype or dtype, float8
         self.group = group
         self.params = params
         self.layout = layout
@@ -433,6 +440,18 @@ class Bucket:
     def host_numel(self) -> int:
         """How many elements of the owned range, its last ones, the CPU updates."""
         return self.owned_numel - self.device_numel
+
+    @property
+    def gathered_dtype(self) -> torch.dtype:
+        """The dtype in which the weights of a shard are gathered around their use."""
+        if self.float8 is None or self.weight_tier != "device":
+            return self.dtype
+        return self.float8.dtype
+
+    @property
+    def in_float8(self) -> bool:
+        """Whether the unsharded weights that are there now, if any, are float8 bytes."""
+        return self.float8 is not None and self.weight.dtype == self.float8.dtype
 
     def keep_unsharded(self, weight: torch.Tensor) -> None:
         """Keep the unsharded weights in this memory for good."""
@@ -475,6 +494,8 @@ class Bucket:
         if self.weight.numel() == 0 or storage_id(self.weight.untyped_storage()) == storage_id(
             self.owned_weight.untyped_storage()
         ):
+            return
+        if self.in_float8:  # nobody can write to the parameters
             return
         edited, old = self.owned_slice(self.weight), self.owned_weight
         if self.files is not None:

@@ -31,6 +31,14 @@ from shardcore.engine.units import Unit, UnitSpec
 from shardcore.layout import FlatLayout, plan_flat
 from shardcore.optim.base import Kind, ShardableOptimizer
 from shardcore.optim.dtensor import is_dtensor
+from shardcore.optim.float8 import (
+    Float8Format,
+    float8_formats,
+    is_float8_weight,
+    plain_part,
+    ungathered_float8,
+    unwrap,
+)
 from shardcore.optim.group_options import PARAM_DTYPES, check_dtype, dtype_name, json_value
 from shardcore.optim.interface import engine_of
 from shardcore.optim.state_dict import export_state
@@ -120,6 +128,7 @@ def check_model(model: nn.Module, alone: bool) -> None:
                 "would change other rows, and ranks would differ; expected None over several "
                 "ranks (normalize the output instead)"
             )
+    float8 = float8_formats(model)
     for name, param in model.named_parameters():
         if engine_of(param) not in (None, before):
             raise ValueError(
@@ -136,7 +145,11 @@ def check_model(model: nn.Module, alone: bool) -> None:
                 f"shard: {name} was created in torch.inference_mode(), and autograd cannot use it; "
                 "expected a parameter created outside of it"
             )
-        other = is_traceable_wrapper_subclass(param.data) and slice_of(name, param) is None
+        if param not in float8 or is_dtensor(param):
+            _refuse_own_gathers(name, param, param in float8)
+        other = (
+            is_traceable_wrapper_subclass(plain_part(param.data)) and slice_of(name, param) is None
+        )
         flat = getattr(sys.modules.get("torch.distributed.fsdp"), "FlatParameter", ())  # FSDP1's
         if other or isinstance(param, flat):
             raise ValueError(
@@ -176,6 +189,31 @@ def check_model(model: nn.Module, alone: bool) -> None:
     _check_apart(model)
 
 
+def _refuse_own_gathers(name: str, param: nn.Parameter, is_float8: bool) -> None:
+    """Raise ValueError for a parameter that FSDP2 lets gather itself, but shardcore does not.
+    is_float8: its layer asks for a float8 all-gather.
+    """
+    held = held_by(param)
+    if not is_float8 and not hasattr(held, "fsdp_pre_all_gather"):
+        return
+    if is_float8 or is_float8_weight(held):
+        reason = (
+            "is sliced by tensor parallelism"
+            if is_dtensor(param)
+            else "is used by other modules than torchao's Float8Linear, or cast in two ways"
+        )
+        raise ValueError(
+            f"shard: {name} is a float8 weight and {reason}. Convert the layer with "
+            "enable_fsdp_float8_all_gather=False, or leave it out by module_filter_fn"
+        )
+    kind = type(held)
+    raise ValueError(
+        f"shard: {name} is a {kind.__module__}.{kind.__qualname__}, which shardcore does not "
+        "gather; expected an ordinary parameter, or one of torchao.float8's "
+        "convert_to_float8_training"
+    )
+
+
 def _check_apart(model: nn.Module) -> None:
     """Raise ValueError if a trainable parameter has memory that another parameter or a buffer has,
     too.
@@ -184,7 +222,8 @@ def _check_apart(model: nn.Module) -> None:
     columns, are not looked at.)
     """
     memory: list[tuple[int, int, int, str, bool]] = []
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+    for name, value in (*model.named_parameters(), *model.named_buffers()):
+        tensor = plain_part(value)
         if (
             tensor.layout != torch.strided
             or is_traceable_wrapper_subclass(tensor)
@@ -202,7 +241,7 @@ def _check_apart(model: nn.Module) -> None:
                     start,
                     start + tensor.nbytes,
                     name,
-                    tensor.requires_grad,
+                    value.requires_grad,
                 )
             )
     last = trained = (0, 0, "")  # of all so far, and of those that train: the one that ends last
@@ -382,7 +421,7 @@ def signature(
             "trainable" if builder.updates(param) else "frozen",
             f"in unit {spec.name or 'of the root'}",
             positions.get(param, "in no group"),
-            f"stored as {dtype_name(builder.dtype_of(param))}",
+            f"stored as {builder.storage_of(param)}",
             f"with the states: {_state_of(optimizer, param)}",
         )
         for spec in specs
@@ -442,7 +481,7 @@ def units_of(specs: Sequence[UnitSpec], buckets: Sequence[Bucket]) -> list[Unit]
 
 
 def _own_values(params: Sequence[Managed]) -> Iterable[tuple[Managed, torch.Tensor]]:
-    return ((managed, managed.local.data) for managed in params)
+    return ((managed, plain_part(managed.local).data) for managed in params)
 
 
 class Builder:
@@ -468,6 +507,8 @@ class Builder:
         self.fp32_params = fp32_params
         self.device = device
         self.trains = trains
+        # the weights that are cast to float8 from float32, and so are kept in float32
+        self.float8: Mapping[nn.Parameter, Float8Format] = {}
         # what parameters have now
         self.values_of_params: Callable[
             [Sequence[Managed]], Iterable[tuple[Managed, torch.Tensor]]
@@ -483,12 +524,31 @@ class Builder:
         """
         if not param.is_floating_point() or param.dtype not in PARAM_DTYPES:
             return param.dtype
+        return torch.float32 if param in self.float8 else self.compute_dtype_of(param)
+
+    def compute_dtype_of(self, param: torch.Tensor) -> torch.dtype:
+        """Return the dtype of a floating parameter's products and gradients: the one that it is to
+        have, whether or not float8 weights are kept in float32.
+        """
         return torch.float32 if param in self.fp32_params else self.dtype or param.dtype
 
-    def conversions(self, model: nn.Module) -> str:
-        """Return in words how many parameters change their dtype; nothing if none does. Before
-        weights are filled.
+    def storage_of(self, param: torch.Tensor) -> str:
+        """Return in words how a parameter is to be stored and gathered."""
+        stored, float8 = dtype_name(self.dtype_of(param)), self.float8.get(param)  # type: ignore[call-overload]
+        return stored if float8 is None else f"{stored}, cast as {float8}"
+
+    def notes(self, model: nn.Module, precision: object) -> list[str]:
+        """Return lines for the log about conversions and float8 weights. Before weights are
+        filled.
         """
+        converted, ungathered = self._conversions(model), ungathered_float8(model, self.float8)
+        if converted and self.float8:
+            converted += " (float8 weights are stored in float32)"
+        notes = [f"precision={precision!r} converts parameters: {converted}"] if converted else []
+        return [*notes, *filter(None, [ungathered])]
+
+    def _conversions(self, model: nn.Module) -> str:
+        """Return in words how many parameters change their dtype; nothing if none does."""
         pairs = [(dtype_name(p.dtype), dtype_name(self.dtype_of(p))) for p in model.parameters()]
         changed = Counter(pair for pair in pairs if pair[0] != pair[1])
         return ", ".join(f"{count} from {old} to {new}" for (old, new), count in changed.items())
@@ -503,7 +563,7 @@ class Builder:
         order = {param: index for index, param in enumerate(model.parameters())}
         buckets = []
         for spec in specs:
-            members: dict[tuple[torch.dtype, int | None, bool, bool], list[Managed]] = {}
+            members: dict[tuple[Any, ...], list[Managed]] = {}
             for name, param in spec.params:
                 trainable = self.updates(param)
                 if trainable or not self.lifetimes.full_weight_resident:
@@ -512,10 +572,12 @@ class Builder:
                     repeated = bool(self.comm.slices) and (
                         managed.sliced is None or managed.sliced.dim is None
                     )
-                    members.setdefault(
-                        (self.dtype_of(param), group, trainable, repeated), []
-                    ).append(managed)
-            for (dtype, group, trainable, repeated), params in members.items():
+                    float8 = self.float8.get(param)
+                    dtype = self.dtype_of(param)
+                    grad_dtype = dtype if float8 is None else self.compute_dtype_of(param)
+                    key = dtype, group, trainable, repeated, grad_dtype, float8
+                    members.setdefault(key, []).append(managed)
+            for (dtype, group, trainable, repeated, grad_dtype, float8), params in members.items():
                 layout = plan_flat(
                     [managed.local.numel() for managed in params], self.comm.world_size
                 )
@@ -529,7 +591,17 @@ class Builder:
                     check_dtype("shard", f"the sharded weight {params[0].name}", dtype, options)
                     state_format = optimizer.kind.format_of(options, dtype)
                 bucket = Bucket(
-                    spec.name, dtype, group, params, layout, owned, reduces, trainable, state_format
+                    spec.name,
+                    dtype,
+                    group,
+                    params,
+                    layout,
+                    owned,
+                    reduces,
+                    trainable,
+                    state_format,
+                    grad_dtype,
+                    float8,
                 )
                 bucket.repeated = repeated
                 bucket.counted = not repeated or all(comm.rank == 0 for comm in self.comm.slices)
@@ -657,7 +729,7 @@ class Builder:
             for tensor in tensors:
                 cut, values = (
                     slice_of("a frozen weight", tensor),
-                    held_by(tensor).data.to(self.device).contiguous(),
+                    plain_part(held_by(tensor)).data.to(self.device).contiguous(),
                 )
                 dtype = self.dtype_of(tensor) if isinstance(tensor, nn.Parameter) else tensor.dtype
                 if dtype != tensor.dtype:
@@ -672,7 +744,11 @@ class Builder:
 def become(tensor: torch.Tensor, data: torch.Tensor) -> None:
     """Give `tensor` (a Parameter, a buffer) the data; by swapping what it is where torch has no
     other way: on the meta device and others unlike the data's, and for DTensors. Its hooks stay.
+    A float8 weight becomes a plain Parameter.
     """
+    if is_float8_weight(tensor):
+        unwrap(tensor)
+        restore_hooks(tensor)
     if is_dtensor(tensor) or not can_assign_data(tensor, data):
         twin = data if is_dtensor(data) else torch.empty(0, dtype=data.dtype, device=data.device)
         twin = (

@@ -21,6 +21,7 @@ from shardcore.engine.model_state import begin_load, begin_read, end_load, end_r
 from shardcore.engine.slices import slice_of
 from shardcore.engine.units import callable_parts
 from shardcore.engine.unshard import in_backward
+from shardcore.optim.float8 import float8_linears
 from shardcore.torch_private import forward_hooks, forward_pre_hooks, pytree, state_dict_pre_hooks
 
 
@@ -68,6 +69,10 @@ def attach(model: nn.Module, engine: Engine, casts: Mapping[str, torch.dtype]) -
                     _BeforeWeights(engine, index), prepend=True
                 )
             )
+    if engine.unsharder is not None and engine.unsharder.float8 is not None:
+        for linear in float8_linears(model).values():  # after the hooks that gather its unit
+            keep(linear.register_forward_pre_hook(_Float8Weight(engine, True)))
+            keep(linear.register_forward_hook(_Float8Weight(engine, False), always_call=True))
     keep(model.register_forward_hook(_AfterForward(engine)))
     attach_state_dicts(model, engine)
     for module in model.modules():
@@ -394,6 +399,25 @@ class _BeforeWeights(_EngineHook):
     def __call__(self, module: nn.Module, args: Any) -> None:
         if self.engine is not None and self.engine.overlap_step is not None:
             self.engine.overlap_step.before_forward(self.index)
+
+
+class _Float8Weight(_EngineHook):
+    """Lets the forward of torchao's Float8Linear see its weight as the float8 bytes that were
+    gathered: an attribute of that name hides the Parameter.
+    """
+
+    def __init__(self, engine: Engine | None, begins: bool) -> None:
+        super().__init__(engine)
+        self.begins = begins
+
+    def __call__(self, module: nn.Module, *arguments: Any) -> None:
+        vars(module).pop("weight", None)
+        if not self.begins or self.engine is None or self.engine.unsharder is None:
+            return
+        float8, param = self.engine.unsharder.float8, module._parameters.get("weight")
+        weight = None if float8 is None or param is None else float8.weight_of(param)
+        if weight is not None:
+            vars(module)["weight"] = weight
 
 
 class _ForwardMethod:

@@ -140,7 +140,7 @@ def input_casts(plan: Plan, cast_inputs: bool | str) -> dict[str, torch.dtype]:
     casts = {}
     for name in {"", *(unit.name for unit in plan.units)}:
         dtypes = {
-            param.dtype
+            plan.builder.compute_dtype_of(param) if param in plan.builder.float8 else param.dtype
             for param in plan.model.get_submodule(name).parameters()
             if param.is_floating_point()
         }

@@ -206,7 +206,7 @@ class ReduceScatter:
 
     def _sums(self, bucket: Bucket, level: int, dtype: torch.dtype | None) -> bool:
         """Whether what travels are local sums, in another dtype than that in which gradients do."""
-        return level == 0 and dtype != self._policy.travels_as(bucket.dtype)
+        return level == 0 and dtype != self._policy.travels_as(bucket.grad_dtype)
 
     def gather(self, bucket: Bucket, grad: torch.Tensor, ranks: Sequence[int]) -> list[Started]:
         """Start to gather the reduced gradient of a range from the pieces of `ranks`, who all

@@ -181,9 +181,9 @@ class LocalGrad:
     range, is the bucket's.
 
     missing: the slots of parameters that have not got a gradient in this backward.
-    buffer: (layout.numel,), while there are gradients in it: in the bucket's dtype, in the one that
-    travels, or float32 sums over micro-steps. late: such a buffer for parts that came after the
-    first (Note [Late gradients]).
+    buffer: (layout.numel,), while there are gradients in it: in the bucket's grad_dtype, in the one
+    that travels, or float32 sums over micro-steps. late: such a buffer for parts that came after
+    the first (Note [Late gradients]).
     resident: buffers that stay allocated (Lifetimes.full_grad_resident), by dtype.
     """
 
@@ -199,7 +199,7 @@ class LocalGrad:
         self.resident: dict[torch.dtype, torch.Tensor] = {}
         self._pool, self._world_size = pool, world_size
         self._stays = lifetimes.full_grad_resident
-        itemsize = bucket.dtype.itemsize
+        itemsize = bucket.grad_dtype.itemsize
         self._gaps = [*bucket.layout.gaps()]
         self._small = [m.local.numel() * itemsize <= _SMALL_BYTES for m in bucket.params]
         self._slots: list[torch.Tensor] = []  # of `buffer`, a view for each parameter
@@ -524,7 +524,7 @@ class Reducer:
         if self._reducing and not is_first:  # see Note [Late gradients]
             if not self.muted:
                 self._late_params.add(local.bucket.params[slot])
-                local.add_late(slot, grad, self.policy.travels_as(local.bucket.dtype))
+                local.add_late(slot, grad, self.policy.travels_as(local.bucket.grad_dtype))
             return
         if not self.muted:
             if local.buffer is None:
@@ -551,7 +551,7 @@ class Reducer:
 
     def _sent_dtype(self, bucket: Bucket) -> torch.dtype:
         """The dtype that travels: of what was added locally float32, unless one was chosen."""
-        return self.policy.travels_as(torch.float32 if self._local_sums else bucket.dtype)
+        return self.policy.travels_as(torch.float32 if self._local_sums else bucket.grad_dtype)
 
     def _send_next(self) -> None:
         if self._next == 0 and self.comm.world_size > 1:
@@ -729,7 +729,7 @@ class Reducer:
             self._wait_gathers()
             for local in self._in_order:
                 if late.intersection(local.bucket.params):
-                    dtype = self.policy.travels_as(local.bucket.dtype)
+                    dtype = self.policy.travels_as(local.bucket.grad_dtype)
                     self._send(local, local.open_late(dtype))
                     local.late = None
             self._late_params.clear()

@@ -19,6 +19,7 @@ from shardcore.distributed.comm import Started
 from shardcore.engine.bucket import Bucket, Managed, allocate, assign
 from shardcore.engine.units import Unit
 from shardcore.optim.elementwise import ElementFormat
+from shardcore.optim.float8 import plain_part
 from shardcore.optim.state_format import SCALES, StateTensors, range_of, stored_values, values_of
 
 # The scalars of a step: made by the host (AdamHyper or ElementStep), or (DeviceStore alone) where
@@ -345,8 +346,10 @@ ReadPart = Callable[[int, int], torch.Tensor]
 
 
 def part_of(values: torch.Tensor) -> ReadPart:
-    """Return a function that reads parts of `values`, which have the parameter's shape."""
-    flat = values.detach().contiguous().view(-1)
+    """Return a function that reads parts of `values`, which have the parameter's shape (torchao's
+    float8 weights, too).
+    """
+    flat = plain_part(values).detach().contiguous().view(-1)
     return lambda start, numel: flat[start : start + numel]
 
 
@@ -355,7 +358,7 @@ def set_weights(store: StateStore, bucket: Bucket, managed: Managed, read: ReadP
     """Set a parameter and this rank's part of its master from new values; only what the rank
     keeps is read.
     """
-    if bucket.weight.numel():
+    if bucket.weight.numel() and not bucket.in_float8:
         values = read(0, managed.local.numel()).to(bucket.weight.device)
         assign(managed.slice_of(bucket.weight).view(-1), values)
         read = part_of(values)

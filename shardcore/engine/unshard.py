@@ -41,7 +41,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -50,6 +50,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from shardcore._native import _C
 from shardcore.distributed.comm import Comm, Traffic, wait_all
 from shardcore.engine.bucket import Bucket, BufferPool, Managed, closed_message, follow, stream_now
+from shardcore.engine.float8 import Float8Weights
 from shardcore.engine.states import OverlappedStep
 from shardcore.engine.units import Unit, UnitState
 from shardcore.optim.interface import keep_uncompiled
@@ -243,6 +244,10 @@ _COMPILE_BLOCKS = (
 )
 
 
+# What memory is lent to, where in the memory each tensor is, and what each says without it.
+_Lent: TypeAlias = tuple[list[torch.Tensor], list[int], list[str]]
+
+
 class Unsharder:
     """Decides when each unit's weights are gathered and freed on this rank."""
 
@@ -284,16 +289,22 @@ class Unsharder:
         self._scratch: list[tuple[Unit, Managed]] = []
         # each brings back what a load inside full_params has overwritten in a shard
         self.undo: list[Callable[[], None]] = []
-        # of each bucket, what its parameters hold, where in it, and what they say while sharded
-        self._lent = {
-            bucket: (
-                [managed.local for managed in bucket.params],
-                [managed.offset for managed in bucket.params],
-                [closed_message(managed.name, bucket.unit) for managed in bucket.params],
-            )
-            for unit in units
-            for bucket in unit.buckets
-        }
+        # of each bucket and dtype of its weights, what these are lent to, where in the bucket it
+        # is, and what it says while sharded
+        self._lent: dict[tuple[Bucket, torch.dtype], _Lent] = {}
+        for unit in units:
+            for bucket in unit.buckets:
+                offsets = [managed.offset for managed in bucket.params]
+                messages = [closed_message(managed.name, bucket.unit) for managed in bucket.params]
+                params = [managed.local for managed in bucket.params]
+                self._lent[bucket, bucket.dtype] = params, offsets, messages
+        # None: every bucket is gathered as it is
+        self.float8: Float8Weights | None = None
+        if self._gatherer.copies_apart and any(b.float8 for unit in units for b in unit.buckets):
+            self.float8 = Float8Weights([b for unit in units for b in unit.buckets], comm, device)
+            for bucket, tensors in self.float8.tensors.items():
+                _, offsets, messages = self._lent[bucket, bucket.dtype]
+                self._lent[bucket, bucket.gathered_dtype] = tensors, offsets, messages
         _unsharders.add(self)
         on_profiles_with_stack(_note_profile)
         self._unit_of = {bucket: unit for unit in units for bucket in unit.buckets}
@@ -313,7 +324,7 @@ class Unsharder:
 
     def note_profile(self, runs: bool) -> None:
         """Let the errors of sharded weights name a profiler that reads them, while it runs."""
-        for bucket, (tensors, _, messages) in self._lent.items():
+        for (bucket, _), (tensors, _, messages) in self._lent.items():
             messages[:] = [closed_message(m.name, bucket.unit, runs) for m in bucket.params]
             if self._unit_of[bucket].state is not UnitState.UNSHARDED:
                 with suppress(
@@ -505,15 +516,21 @@ class Unsharder:
         """Leave with the group what a forward that failed has started."""
         self._lost += [unit.gathers for unit in self.units if unit.gathers]
 
-    def _start(self, unit: Unit) -> None:
+    def _start(self, unit: Unit, exact: bool = False) -> None:
         """Start to gather a unit. Waits for its update: by how fast Adam is, ranks would start
         collectives in other orders.
+
+        exact: gather float8 weights in their own dtype, too.
         """
+        if exact and self.float8 is not None and not unit.pins:
+            # what there is may be float8 bytes
+            self._reshard(unit)
+            self._drop_kept_parts(unit)
         if unit.state is not UnitState.SHARDED:
             return
         if self.overlap_step is not None:
             self.overlap_step.wait_for(unit.buckets)
-        self._gather(unit)
+        self._gather(unit, exact)
 
     def _read_ahead(self, unit: Unit) -> None:
         """Begin to read the shards of a unit that are in files, unless they are still being
@@ -527,11 +544,17 @@ class Unsharder:
             if bucket.files is not None:
                 bucket.files.read_ahead(bucket)
 
-    def _gather(self, unit: Unit) -> None:
-        """Start to gather a unit's weights, where it is open into the memory that they have."""
+    def _gather(self, unit: Unit, exact: bool = False) -> None:
+        """Start to gather a unit's weights, where it is open into the memory that they have.
+        exact: see `_start`.
+        """
+        if self.float8 is not None and not exact and self.float8.is_stale(unit.buckets):
+            if self.overlap_step is not None:
+                self.overlap_step.wait_for(self.float8.buckets)
+            self.float8.take_scales()
         with self.comm.scope(f"shardcore::gather({unit.buckets[0].label})"):
             try:
-                unit.gathers = self._fetch(unit)
+                unit.gathers = self._fetch(unit, exact)
                 if unit.state is UnitState.SHARDED:  # else a held one gets new weights
                     unit.state = UnitState.GATHERING
             except BaseException:
@@ -539,7 +562,7 @@ class Unsharder:
                 self._lose(unit)  # or the next use would take what is there for the weights
                 raise
 
-    def _fetch(self, unit: Unit) -> list[Any]:
+    def _fetch(self, unit: Unit, exact: bool) -> list[Any]:
         """Give a unit memory with this rank's part in place, or on its way there, and start to
         gather the rest.
         """
@@ -549,11 +572,15 @@ class Unsharder:
                 bucket.weight = bucket.owned_weight
                 continue
             if not bucket.weight.numel():
-                bucket.weight = self.pool.acquire(bucket.layout.numel, bucket.dtype)
+                dtype = bucket.dtype if exact else bucket.gathered_dtype
+                bucket.weight = self.pool.acquire(bucket.layout.numel, dtype)
             if unit.kept_parts:
                 part = unit.kept_parts.pop(0)
                 self._kept_part(bucket).copy_(part)
                 self.pool.release(part)
+            elif bucket.in_float8:
+                assert self.float8 is not None
+                self.float8.cast(bucket, bucket.owned_slice(bucket.weight))
             else:
                 arrivals.append(self._gatherer.fetch(bucket))
         unit.kept_parts = None
@@ -601,7 +628,7 @@ class Unsharder:
             assert unit.state is UnitState.GATHERING
             self._wait(unit)
             for bucket in unit.buckets:
-                tensors, offsets, _ = self._lent[bucket]
+                tensors, offsets, _ = self._lent[bucket, bucket.weight.dtype]
                 self._swap_memory(bucket, "unsharding", _C.lend, tensors, bucket.weight, offsets)
             unit.state = UnitState.UNSHARDED
         stream = stream_now(self._device)
@@ -645,7 +672,7 @@ class Unsharder:
         # first: what an interrupt leaves here is unsharded anew
         before, unit.state = unit.state, UnitState.SHARDED
         for bucket in unit.buckets if before is UnitState.UNSHARDED else ():
-            tensors, _, messages = self._lent[bucket]
+            tensors, _, messages = self._lent[bucket, bucket.weight.dtype]
             self._swap_memory(bucket, "resharding", _C.withdraw, tensors, messages)
 
     def reshard_all(self) -> None:
@@ -659,10 +686,13 @@ class Unsharder:
                     bucket.take_edits()
             elif unit.state is not UnitState.SHARDED:
                 self._reshard(unit)
-            for part in unit.kept_parts or []:
-                self.pool.release(part)
-            unit.kept_parts = None
+            self._drop_kept_parts(unit)
         self.undo.clear()
+
+    def _drop_kept_parts(self, unit: Unit) -> None:
+        for part in unit.kept_parts or []:
+            self.pool.release(part)
+        unit.kept_parts = None
 
     @torch.no_grad()
     def renew(self) -> None:
@@ -674,7 +704,7 @@ class Unsharder:
             for unit in pinned:
                 if self.overlap_step is not None:
                     self.overlap_step.wait_for(unit.buckets)
-                self._gather(unit)
+                self._gather(unit, exact=True)
             for unit in pinned:
                 self._wait(unit)
         except Exception:
@@ -689,7 +719,8 @@ class Unsharder:
         """Whether the weights of a parameter can be read now; True for what is never sharded."""
         if param not in self._slot_of:
             return True
-        return self._slot_of[param][0].state is UnitState.UNSHARDED
+        unit, bucket, _ = self._slot_of[param]
+        return unit.state is UnitState.UNSHARDED and not bucket.in_float8
 
     def is_held(self, param: nn.Parameter) -> bool:
         """Whether `full_params` keeps a parameter unsharded."""
@@ -720,7 +751,7 @@ class Unsharder:
         try:
             # all of them before the first is waited for: a wait takes long for small ones
             for unit in chosen:
-                self._start(unit)
+                self._start(unit, exact=True)
             for unit in chosen:
                 self._unshard(unit)
                 unit.pins += 1
@@ -761,6 +792,8 @@ class Unsharder:
                         for managed in bucket.params:
                             managed.version = managed.version_now
                 self._reshard(unit)
+            if self.float8 is not None:
+                self.float8.forget_scales()
             self.pool.shrink(before)
 
     def begin_load(self, params: Sequence[nn.Parameter]) -> None:
@@ -771,7 +804,7 @@ class Unsharder:
         """
         chosen = [self._slot_of[param] for param in params if param in self._slot_of]
         for unit, bucket, managed in chosen:
-            if unit.state is UnitState.GATHERING:
+            if unit.state is UnitState.GATHERING or bucket.in_float8:
                 self._reshard(unit)
             if unit.state is UnitState.UNSHARDED:
                 continue

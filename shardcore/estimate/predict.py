@@ -39,6 +39,7 @@ from shardcore.offload.host_gradients import IN_FLIGHT, grad_staging_bytes, host
 from shardcore.offload.nvme_states import DiskUse, disk_use
 from shardcore.offload.split_store import planned_store
 from shardcore.optim import ShardableOptimizer
+from shardcore.optim.float8 import float8_formats
 from shardcore.options import OPTIONS, ShardOptions, accept_optimizer, check_names
 
 _META = torch.device("meta")
@@ -188,6 +189,7 @@ def predict_rank(
     specs = plan_units(model, options.units)
     fp32_params = build.fp32_params_of(model, options.keep_fp32)
     builder = build.Builder(comm, LIFETIMES[stage], options.dtype, fp32_params, _META)
+    builder.float8 = float8_formats(model)
     buckets = builder.plan(model, specs, optimizer)
     options.check_loss_scale({bucket.dtype for bucket in buckets})
     tiers = options.tiers
@@ -294,7 +296,7 @@ class _Step:
             bucket.host_grad = torch.empty(bucket.host_numel, dtype=dtype, device=_META)
 
     def _sent_dtype(self, bucket: Bucket) -> torch.dtype:
-        return self.policy.travels_as(torch.float32 if self._adds_locally else bucket.dtype)
+        return self.policy.travels_as(torch.float32 if self._adds_locally else bucket.grad_dtype)
 
     # --- messages ---------------------------------------------------------------------------------
 
@@ -321,7 +323,10 @@ class _Step:
             sizes = []
             for unit in units:
                 buckets = [b for b in unit.buckets if frozen or b.group is not None]
-                sizes.append(sum(b.layout.numel * b.dtype.itemsize for b in buckets))
+                kept = self.lifetimes.full_weight_resident
+                dtypes = [b.dtype if kept else b.gathered_dtype for b in buckets]
+                numels = [b.layout.numel for b in buckets]
+                sizes.append(sum(n * d.itemsize for n, d in zip(numels, dtypes, strict=True)))
             return sizes
 
         if not self.lifetimes.full_weight_resident:
@@ -433,7 +438,7 @@ class _Step:
             self._unsharded[unit] = []
             for bucket in unit.buckets:
                 self._unsharded[unit].append(
-                    self.gathered.acquire(bucket.layout.numel, bucket.dtype)
+                    self.gathered.acquire(bucket.layout.numel, bucket.gathered_dtype)
                 )
                 if kept_parts:
                     self.gathered.release(kept_parts.pop(0))

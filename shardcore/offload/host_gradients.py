@@ -38,7 +38,9 @@ def host_grad_dtype(bucket: Bucket, policy: ReducePolicy, alone: bool) -> torch.
     no loss scale.
     """
     return (
-        policy.travels_as(bucket.dtype) if alone and policy.accumulate == 1 else policy.grad_dtype
+        policy.travels_as(bucket.grad_dtype)
+        if alone and policy.accumulate == 1
+        else policy.grad_dtype
     )
 
 

@@ -9,6 +9,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from shardcore.engine.bucket import Bucket
 from shardcore.engine.unshard import Gatherer
 from shardcore.offload.host_gradients import HostGrads
 from shardcore.offload.nvme_weights import WEIGHT, NvmeWeights
+from tests.support.float8 import float8_net
 from tests.support.groups import device_decides
 from tests.support.models import (
     Branched,
@@ -67,7 +69,7 @@ FILES = {"optimizer": "nvme", "durable": False}
 @dataclass(frozen=True)
 class Case:
     """A training: what shard is told. decides: steps are decided on as on a GPU; activations:
-    are kept in host memory.
+    are kept in host memory; float8: blocks have torchao's float8 weights.
     """
 
     stage: int
@@ -76,6 +78,7 @@ class Case:
     precision: str = "bf16"
     decides: bool = False
     activations: bool = False
+    float8: bool = False
     shard: dict[str, Any] = field(default_factory=dict)
 
 
@@ -105,6 +108,7 @@ TWO_RANKS = [
     Case(2, GRADS, "8bit"),
     Case(3, optimizer="sgd", activations=True),
     ON_DISK,
+    *([Case(3, float8=True)] if find_spec("torchao") else []),
 ]
 FOUR_RANKS = [  # of two nodes
     Case(2, GRADS, shard=NODES),
@@ -130,7 +134,7 @@ def _trained(rank: int, case: Case, folder: Path, device: torch.device) -> list[
         if case.offload.get("optimizer") == "nvme"
         else case.offload
     )
-    model: Any = make_net()
+    model: Any = float8_net() if case.float8 else make_net()
     for number, block in enumerate(model.blocks if case.activations else ()):
         model.blocks[number] = shardcore.checkpoint_wrapper(block, offload_to_cpu=True)
     model, optimizer = shardcore.shard(
