@@ -10,6 +10,8 @@ from unittest import mock
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 import shardcore
 from shardcore.distributed.comm import Comm, Traffic
@@ -303,3 +305,19 @@ def test_weights_that_gather_themselves_and_shared_ones_are_refused_by_name():
     apart.other.weight = nn.Parameter(plain_part(apart.blocks[0].up.weight))
     error = error_of(lambda: shardcore.shard(apart, shardcore.FusedAdam(apart.parameters())))
     assert "other.weight shares its memory with blocks.0.up.weight" in error
+
+
+def _sliced(rank, world_size, wraps):
+    mesh = init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "tp"))
+    model = float8_net(hidden=36)
+    up = model.blocks[0].up
+    weight = up.weight.detach() if wraps else plain_part(up.weight)
+    up.weight = nn.Parameter(distribute_tensor(weight, mesh["tp"], [Shard(0)]))
+    optimizer = shardcore.FusedAdam(model.parameters())
+    return error_of(lambda: shardcore.shard(model, optimizer, 3, process_group=mesh["dp"]))
+
+
+@pytest.mark.parametrize("wraps", [True, False])
+def test_tensor_parallel_float8_weights_are_refused_by_name(wraps):
+    for error in run_ranks(2, _sliced, wraps):
+        assert "blocks.0.up.weight is a float8 weight and is sliced by tensor parallelism" in error
