@@ -153,7 +153,8 @@ def test_restarts_take_all_machines(start: Callable[..., Any], tmp_path: Path) -
     out, err = process.communicate(timeout=2 * SOON_S)
     assert process.returncode == 0, err
     assert sorted(out.split("\n")[:-1]) == ["0 0", "0 1", "1 0", "1 1"]
-    assert err.rstrip().splitlines()[-1] == "shardcore run: restart 1 of 2"
+    # torch may print more: a rank that ends while the store of the other is gone
+    assert "shardcore run: restart 1 of 2" in err.splitlines()
     assert err.count("ValueError: once") == 1
 
 
