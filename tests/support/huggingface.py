@@ -106,3 +106,35 @@ def seed_everything(seed: int) -> None:
 def hash_of_state(state: dict[str, torch.Tensor]) -> str:
     """Return one hash of a whole state dict."""
     return hash_of(value for _, value in sorted(state.items()))
+
+
+def save_tiny_llama(folder: Any, dtype: torch.dtype = torch.float32) -> None:
+    """Write a Llama of two layers, whose largest weights have 512 blocks of 64 elements."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    config = LlamaConfig(vocab_size=VOCAB, max_position_embeddings=32, **sizes, **heads)
+    LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
+
+
+def qlora_of(folder: Any, dtype: torch.dtype = torch.float32) -> Any:
+    """Return the model of `save_tiny_llama` in bitsandbytes' NF4 with double quantization, under
+    LoRA, in training mode.
+    """
+    import peft
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    four_bits = BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+    base = AutoModelForCausalLM.from_pretrained(folder, quantization_config=four_bits, dtype=dtype)
+    torch.manual_seed(0)
+    lora = peft.LoraConfig(
+        r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
+    )
+    return peft.get_peft_model(base, lora).train()
