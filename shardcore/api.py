@@ -34,7 +34,7 @@ from shardcore.distributed.machine import (
     plan_worker,
     short_of_memory,
 )
-from shardcore.engine import build, full_values, relay
+from shardcore.engine import build, full_values, quantized, relay
 from shardcore.engine import full_params as of_engine
 from shardcore.engine.agreement import agree, together
 from shardcore.engine.bucket import LIFETIMES
@@ -514,6 +514,7 @@ def _plan(
                 '"durable": False',
             )
         build.check_model(model, alone=comm.world_size == 1)
+        quantized.check_model(model, options.stage)
         trains = not isinstance(user_optimizer, NoOptimizer)
         optimizer = user_optimizer
         if trains:
@@ -779,6 +780,7 @@ def _fill(
     replicated: list[Any] = [
         *(param for _, param in plan.frozen if param not in sharded),
         *plan.model.buffers(),
+        *(mean for _, mean in quantized.named_means(plan.model)),
     ]
     if old is not None:
         relay.bring_back(old, replicated)
@@ -798,6 +800,7 @@ def _start(
     """Start the engine and hand it the optimizer's states. Collective."""
     optimizer: Any = plan.optimizer
     with plan.builder.together("starting the engine"):
+        quantized.keep_as_packed(plan.model, plan.device)
         engine = Engine(plan)
     with plan.builder.together("taking over the optimizer's states"):
         # Frees each state as soon as it is carried over. Schedulers keep a replaced optimizer

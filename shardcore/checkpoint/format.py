@@ -52,6 +52,7 @@ from shardcore.checkpoint.file_tensors import open_regular
 from shardcore.checkpoint.safetensors import DTYPES
 from shardcore.checkpoint.source import Source, gathered, reporting
 from shardcore.engine.engine import Engine
+from shardcore.engine.quantized import named_means, with_scales
 from shardcore.layout import BLOCK, Columns, round_up
 from shardcore.offload.disk import file_engine
 from shardcore.optim.state import MAX_STEP
@@ -94,18 +95,22 @@ def plain_name(name: str) -> str:
 
 
 def named_buffers(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the persistent buffers of a model, shared ones under each name."""
+    """Yield the persistent buffers of a model, shared ones under each name, and the means of
+    scales.
+    """
     for prefix, module in model.named_modules(remove_duplicate=False):
         for key, buffer in module._buffers.items():
             if buffer is not None and is_persistent(module, key):
                 yield plain_name(f"{prefix}.{key}").lstrip("."), buffer
+    for name, mean in named_means(model):
+        yield plain_name(name), mean
 
 
 def named_parameters(
     model: nn.Module, remove_duplicate: bool = True
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters of a model, by the names that a plain model has."""
-    for name, param in model.named_parameters(remove_duplicate=remove_duplicate):
+    """Yield the parameters of a model, and their scales, by the names that a plain model has."""
+    for name, param in with_scales(model.named_parameters(remove_duplicate=remove_duplicate)):
         yield plain_name(name), param
 
 

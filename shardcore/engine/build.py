@@ -25,6 +25,7 @@ from shardcore.engine.bucket import (
     allocate,
     closed_message,
 )
+from shardcore.engine.quantized import described, scales_of, with_scales
 from shardcore.engine.slices import held_by, refuse_slices, slice_of
 from shardcore.engine.states import StateStore
 from shardcore.engine.units import Unit, UnitSpec
@@ -313,7 +314,7 @@ def check_ownership(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 
 def fp32_params_of(model: nn.Module, keep_fp32: Sequence[Any]) -> set[nn.Parameter]:
     """Return the parameters that `keep_fp32` (module classes, parameter names, parameters) keeps
-    in float32.
+    in float32, and all scales.
     """
     if isinstance(keep_fp32, str | type):
         keep_fp32 = (keep_fp32,)
@@ -323,7 +324,7 @@ def fp32_params_of(model: nn.Module, keep_fp32: Sequence[Any]) -> set[nn.Paramet
             f"parameters"
         )
     by_name = dict(model.named_parameters(remove_duplicate=False))
-    params: set[nn.Parameter] = set()
+    params = {scale for param in by_name.values() for _, scale in scales_of(param)}
     for item in keep_fp32:
         if isinstance(item, type) and issubclass(item, nn.Module):
             matches = [
@@ -422,6 +423,7 @@ def signature(
             f"in unit {spec.name or 'of the root'}",
             positions.get(param, "in no group"),
             f"stored as {builder.storage_of(param)}",
+            described(param),
             f"with the states: {_state_of(optimizer, param)}",
         )
         for spec in specs
@@ -560,7 +562,11 @@ class Builder:
         are sharded.
         """
         groups = group_indices(optimizer)
-        order = {param: index for index, param in enumerate(model.parameters())}
+        order = {
+            each: index
+            for index, param in enumerate(model.parameters())
+            for _, each in with_scales([("", param)])
+        }
         buckets = []
         for spec in specs:
             members: dict[tuple[Any, ...], list[Managed]] = {}

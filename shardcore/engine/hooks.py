@@ -15,9 +15,10 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardcore.engine.build import check_unwrapped
+from shardcore.engine.build import become, check_unwrapped
 from shardcore.engine.engine import Engine, engine_behind
 from shardcore.engine.model_state import begin_load, begin_read, end_load, end_read
+from shardcore.engine.quantized import keep_class, scales_of, with_scales
 from shardcore.engine.slices import slice_of
 from shardcore.engine.units import callable_parts
 from shardcore.engine.unshard import in_backward
@@ -156,13 +157,13 @@ class Membership:
         self._remember(model)
 
     def names(self) -> dict[torch.Tensor, str]:
-        """Return the first name of each Parameter, as the model has it now; of a model that is
-        gone, as it had it.
+        """Return the first name of each Parameter, and of its scales, as the model has it now; of
+        a model that is gone, as it had it.
         """
         model = self._model()
         named = self._params.items() if model is None else model.named_parameters()
         names: dict[torch.Tensor, str] = {}
-        for name, param in named:
+        for name, param in with_scales(named):
             names.setdefault(param, name)
         return names
 
@@ -205,18 +206,22 @@ def detach(model: nn.Module) -> None:
     fulls = engine.full_tensors.of_buckets(
         (bucket, engine.master_or_weight(bucket)) for bucket in engine.buckets
     )
+    scales = {scale for param in model.parameters() for _, scale in scales_of(param)}
     for bucket, full in zip(engine.buckets, fulls, strict=True):
         for managed in bucket.params:
             dtype = full.dtype if engine.options["precision"] is not None else managed.param.dtype
             device = engine.device if engine.unsharder is None else torch.device("cpu")
             value = managed.slice_of(full).to(device, dtype, copy=True)
+            if managed.param in scales:
+                become(managed.param, value)
+                continue
             new_params[managed.param] = nn.Parameter(
                 managed.as_param(value), requires_grad=managed.param.requires_grad
             )
     for module in model.modules():
         for name, old in module._parameters.items():
             if old in new_params:
-                module._parameters[name] = new_params[old]
+                module._parameters[name] = keep_class(new_params[old], old)
     take_off(model, engine)
 
 

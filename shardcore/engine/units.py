@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from shardcore.engine.bucket import Bucket
+from shardcore.engine.quantized import with_scales
 
 UnitPolicy: TypeAlias = (
     str | int | type[nn.Module] | Sequence[str | int | type[nn.Module] | nn.Module]
@@ -34,7 +35,7 @@ _READERS = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 @dataclass
 class UnitSpec:
     """A unit before it has buffers: its module, that module's name in the model ("" for the
-    root), and its parameters.
+    root), and its parameters with their scales (engine/quantized.py).
     """
 
     name: str
@@ -91,9 +92,9 @@ def _uses(
     """
     if module in chosen:
         chain = [*chain, module]
-    for name, param in module._parameters.items():
-        if param is not None:
-            yield prefix + name, param, chain
+    own = [(prefix + key, param) for key, param in module._parameters.items() if param is not None]
+    for name, param in with_scales(own):
+        yield name, param, chain
     for name, child in module._modules.items():
         if child is not None:
             yield from _uses(child, chosen, f"{prefix}{name}.", chain)

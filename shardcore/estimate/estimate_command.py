@@ -18,6 +18,8 @@ from torch import nn
 
 from shardcore.distributed.topology import topology_of
 from shardcore.engine.bucket import LIFETIMES
+from shardcore.engine.quantized import nf4_like
+from shardcore.engine.units import plan_units
 from shardcore.estimate import fit
 from shardcore.estimate.activations import Activations, activations_of, first_line
 from shardcore.estimate.fit import columns
@@ -93,6 +95,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=["fp32", "bf16", "8bit"],
         default="fp32",
         help="dtype of Adam's moments (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--qlora",
+        type=int,
+        metavar="RANK",
+        help="train LoRA adapters of this rank over a frozen model, with the linear layers of its "
+        "blocks in 4 bits (bitsandbytes with double quantization)",
     )
     parser.add_argument(
         "--offload",
@@ -253,6 +262,8 @@ def run(options: argparse.Namespace) -> int:
     if options.batch is not None:
         dtype = DTYPES[options.precision]
         activations = activations_of(model, dtype, options.batch, options.seq_len, options.units)
+    if options.qlora is not None:
+        to_qlora(model, options.qlora)
     if options.fit:
         return _fit(model, options, activations)
     if any((options.device_memory, options.activations, options.host_memory, options.disk_space)):
@@ -367,6 +378,8 @@ def _check_flags(options: argparse.Namespace) -> None:
         raise ValueError(
             f'estimate: --units is {units}; expected "auto", or a number of parameters above 0'
         )
+    if options.qlora is not None and options.qlora < 1:
+        raise ValueError(f"estimate: --qlora is {options.qlora}; expected at least 1")
     if options.accumulate < 1:
         raise ValueError(f"estimate: --accumulate is {options.accumulate}; expected at least 1")
     if options.prefetch < 0:
@@ -654,6 +667,23 @@ def build(name: str) -> nn.Module:
             f"estimate: {name} returned a {type(model).__name__}; expected a torch.nn.Module"
         )
     return model
+
+
+def to_qlora(model: nn.Module, rank: int) -> None:
+    """Freeze a model on the meta device, put the linear layers of its blocks into 4 bits, and give
+    each an adapter of this rank.
+    """
+    model.requires_grad_(False)
+    blocks = [unit.module for unit in plan_units(model) if unit.name]
+    layers = {layer for block in blocks for layer in block.modules() if type(layer) is nn.Linear}
+    for layer in layers:
+        layer.weight = nf4_like(layer.weight)
+        layer.lora_A = nn.Linear(layer.in_features, rank, bias=False, device="meta")
+        layer.lora_B = nn.Linear(rank, layer.out_features, bias=False, device="meta")
+    if not layers:
+        raise ValueError(
+            "estimate: --qlora needs linear layers in repeated blocks, and the model has none"
+        )
 
 
 def _said(error: Exception) -> str:

@@ -28,6 +28,7 @@ from shardcore.engine.bucket import (
     ReducePolicy,
 )
 from shardcore.engine.memory_report import MemoryReport, memory_lines
+from shardcore.engine.quantized import numel_of, with_scales
 from shardcore.engine.reduce_scatter import Parts, ReduceScatter
 from shardcore.engine.reducer import LocalGrad, use_row_bytes
 from shardcore.engine.states import DeviceStore, StateStore
@@ -71,6 +72,7 @@ class Copies:
 class Prediction:
     """The memory and the messages of one rank, after its buffer pools grew in the first steps.
 
+    numel: parameters of the model; of a 4-bit weight, those before it was packed.
     resting: memory between steps, after zero_grad. It is also the peak: nothing is freed within a
         step.
     transfers: collectives per step.
@@ -201,7 +203,8 @@ def predict_rank(
     if tiers.optimizer is not None:
         store = planned_store(buckets, updated, tiers, options.prefetch)
     in_buckets = {managed.param for bucket in buckets for managed in bucket.params}
-    frozen = [param for param in model.parameters() if not param.requires_grad]
+    named = with_scales(model.named_parameters())
+    frozen = [param for _, param in named if not param.requires_grad]
     replicated = [param for param in frozen if param not in in_buckets]
     offloaded = set()
     if tiers.gradients is not None:
@@ -236,7 +239,7 @@ def predict_rank(
         weights = () if store.weight_files is None else store.weight_files.chunks
         disk = disk_use(buckets, tiers.durable, store.in_files.chunks, weights)
     return Prediction(
-        sum(param.numel() for param in model.parameters()),
+        sum(map(numel_of, model.parameters())),
         len(specs),
         MemoryReport(tuple(lines)),
         step.transfers(),

@@ -181,7 +181,7 @@ class ShardcoreAccelerator(Accelerator):
         options = dict(self.shard_options)
         # a model of init_empty_weights may be a pretrained one: no random weights in silence
         options.setdefault("materialize", required)
-        check_model(model, options.get("stage", 2))
+        check_model(model)
         precision = None if self._precision == "no" else self._precision
         chosen = dtype_name(options.setdefault("precision", precision))
         if precision is not None and chosen != precision:
@@ -423,10 +423,8 @@ def _check_arguments(precision: str, kwargs: Mapping[str, Any]) -> None:
         )
 
 
-def check_model(model: nn.Module, stage: int) -> None:
-    """Raise ValueError for weights that DeepSpeed has partitioned, and at stage 3 for
-    bitsandbytes' 8-bit ones.
-    """
+def check_model(model: nn.Module) -> None:
+    """Raise ValueError for weights that DeepSpeed has partitioned."""
     for name, param in model.named_parameters():
         if hasattr(param, "ds_id"):
             raise ValueError(
@@ -434,12 +432,6 @@ def check_model(model: nn.Module, stage: int) -> None:
                 "TrainingArguments(deepspeed=...) with stage 3; expected an ordinary parameter "
                 "(make the model first, or use "
                 "shardcore.integrations.transformers.ShardcoreTrainingArguments)"
-            )
-        if stage == 3 and hasattr(param, "SCB"):
-            raise ValueError(
-                f"shard: {name} is quantized to 8 bits by bitsandbytes, whose layers re-assign it, "
-                f"at stage 3; expected "
-                "stage 0, 1 or 2 (adapters over it are sharded there), or load_in_4bit"
             )
 
 

@@ -7,7 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from examples.llama import llama_70b
 from shardcore import cli
+from shardcore.estimate import predict
+from shardcore.estimate.estimate_command import to_qlora
 from shardcore.offload import disk
 
 
@@ -235,6 +238,33 @@ def test_dtypes_have_the_names_that_shard_accepts(capsys: pytest.CaptureFixture[
 
 
 @pytest.mark.cases(13)
+def kept_weight_bytes() -> int:
+    """Return the bytes of weights that a rank of 8 keeps of a 70B model in 4 bits with adapters."""
+    with torch.device("meta"):
+        model = llama_70b()
+    to_qlora(model, 16)
+    lines = predict(model, stage=3, world_size=8, precision="bf16").resting.lines
+    return sum(line.bytes for line in lines if line.kind == "weights" and line.unit != "shared")
+
+
+def test_a_70b_base_in_4_bits_takes_at_most_5_gb_of_each_of_8_ranks(monkeypatch):
+    # per element of a linear layer: half a byte, and a scale per 64 with a float32 per 256 of them
+    in_blocks, others = 80 * 855_638_016, 80 * 2 * 8192 + 8192 + 2 * 32_000 * 8192
+    base = in_blocks * (1 / 2 + 1 / 64 + 4 / (64 * 256)) + 2 * others
+    adapters = 2 * 80 * 16 * 161_792
+    assert kept_weight_bytes() == pytest.approx((base + adapters) / 8, rel=1e-3)
+    assert kept_weight_bytes() <= 5.0e9
+    monkeypatch.setattr("shardcore.engine.units.with_scales", lambda named: named)
+    assert kept_weight_bytes() > 5.0e9, "whole scales are seen"
+
+
+def test_qlora_is_estimated(capsys):
+    arguments = ["--world-size", "8", "--stage", "3", "--qlora", "16"]
+    assert cli.main(["estimate", "examples.llama:llama_7b", *arguments]) == 0
+    head = capsys.readouterr().out.splitlines()[0]
+    assert head.startswith("examples.llama:llama_7b: 6,778,392,576 parameters in 33 units")
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -333,6 +363,14 @@ def test_dtypes_have_the_names_that_shard_accepts(capsys: pytest.CaptureFixture[
         (
             ["tests.support.models:Net", "--keep", "1", "--stage", "2"],
             "--keep is given with --stage 2; expected --stage 3",
+        ),
+        (
+            ["examples.llama:llama_7b", "--qlora", "0"],
+            "--qlora is 0; expected at least 1",
+        ),
+        (
+            ["torch.nn:Identity", "--qlora", "8"],
+            "--qlora needs linear layers in repeated blocks",
         ),
         (
             ["examples.llama:llama_7b", "--accumulate", "0"],
