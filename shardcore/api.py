@@ -147,7 +147,7 @@ def full_params(model: nn.Module) -> Iterator[None]:
     engine_of_model = engine_of(model)
     if engine_of_model is not None:
         engine_of_model.synchronize()  # before parameters are read, which starts no gather
-    params = set(model.parameters())
+    params = {param for _, param in quantized.with_parts(model.named_parameters())}
     sharded = next((param for param in params if engine_of(param) is not None), model)
     engine = engine_behind("full_params", sharded)
     with of_engine.full_params(engine, params):
@@ -514,13 +514,13 @@ def _plan(
                 '"durable": False',
             )
         build.check_model(model, alone=comm.world_size == 1)
-        quantized.check_model(model, options.stage)
         trains = not isinstance(user_optimizer, NoOptimizer)
         optimizer = user_optimizer
         if trains:
             optimizer = accept_optimizer(user_optimizer, options.offload, options.overlap_step)
         build.check_ownership(model, user_optimizer)
         device = _rank_device(comm, model, optimizer, options.offload)
+        quantized.check_model(model, options.stage, device, trains)
         if options.chooses_offload:
             refuse_slices('shard: offload="auto"', bool(comm.slices), "an offload of your choice")
             options = replace(
@@ -824,8 +824,8 @@ def _start(
         reach_shards()
         refuse_others()
     if plan.comm.rank == 0:
-        sharded = not plan.builder.lifetimes.full_weight_resident
-        warn_of_compiled(plan.model, [unit.name for unit in plan.units], sharded)
+        warn_of_compiled(plan.model, [u.name for u in plan.units], plan.options["stage"] == 3)
+        quantized.warn_of_unquantized(plan.model)
     if plan.host is not None:
         warn_of_pageable(plan.host.copies)
         if plan.comm.rank == 0:

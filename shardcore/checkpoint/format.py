@@ -52,7 +52,7 @@ from shardcore.checkpoint.file_tensors import open_regular
 from shardcore.checkpoint.safetensors import DTYPES
 from shardcore.checkpoint.source import Source, gathered, reporting
 from shardcore.engine.engine import Engine
-from shardcore.engine.quantized import named_means, with_scales
+from shardcore.engine.quantized import named_means, with_parts
 from shardcore.layout import BLOCK, Columns, round_up
 from shardcore.offload.disk import file_engine
 from shardcore.optim.state import MAX_STEP
@@ -110,7 +110,7 @@ def named_parameters(
     model: nn.Module, remove_duplicate: bool = True
 ) -> Iterator[tuple[str, nn.Parameter]]:
     """Yield the parameters of a model, and their scales, by the names that a plain model has."""
-    for name, param in with_scales(model.named_parameters(remove_duplicate=remove_duplicate)):
+    for name, param in with_parts(model.named_parameters(remove_duplicate=remove_duplicate)):
         yield plain_name(name), param
 
 

@@ -25,7 +25,7 @@ from shardcore.engine.bucket import (
     allocate,
     closed_message,
 )
-from shardcore.engine.quantized import described, scales_of, with_scales
+from shardcore.engine.quantized import SUPPORTED, described, is_int8, parts_of, with_parts
 from shardcore.engine.slices import held_by, refuse_slices, slice_of
 from shardcore.engine.states import StateStore
 from shardcore.engine.units import Unit, UnitSpec
@@ -149,13 +149,16 @@ def check_model(model: nn.Module, alone: bool) -> None:
         if param not in float8 or is_dtensor(param):
             _refuse_own_gathers(name, param, param in float8)
         other = (
-            is_traceable_wrapper_subclass(plain_part(param.data)) and slice_of(name, param) is None
+            is_traceable_wrapper_subclass(plain_part(param.data))
+            and slice_of(name, param) is None
+            and not is_int8(param)
         )
         flat = getattr(sys.modules.get("torch.distributed.fsdp"), "FlatParameter", ())  # FSDP1's
         if other or isinstance(param, flat):
+            kind = type(param.data)
             raise ValueError(
-                f"shard: {name} is a {type(param.data).__name__}: it is already sharded, or "
-                "quantized; expected an ordinary parameter (bitsandbytes' 4-bit weights are)"
+                f"shard: {name} is a {kind.__name__} of {kind.__module__.partition('.')[0]}: it is "
+                f"already sharded, or quantized. Use an ordinary parameter, {SUPPORTED}"
             )
         if param.layout != torch.strided:
             raise ValueError(f"shard: {name} has layout {param.layout}; expected a dense parameter")
@@ -324,7 +327,7 @@ def fp32_params_of(model: nn.Module, keep_fp32: Sequence[Any]) -> set[nn.Paramet
             f"parameters"
         )
     by_name = dict(model.named_parameters(remove_duplicate=False))
-    params = {scale for param in by_name.values() for _, scale in scales_of(param)}
+    params = {scale for param in by_name.values() for _, scale in parts_of(param)}
     for item in keep_fp32:
         if isinstance(item, type) and issubclass(item, nn.Module):
             matches = [
@@ -551,7 +554,8 @@ class Builder:
 
     def _conversions(self, model: nn.Module) -> str:
         """Return in words how many parameters change their dtype; nothing if none does."""
-        pairs = [(dtype_name(p.dtype), dtype_name(self.dtype_of(p))) for p in model.parameters()]
+        params = (param for _, param in with_parts(model.named_parameters()))
+        pairs = [(dtype_name(p.dtype), dtype_name(self.dtype_of(p))) for p in params]
         changed = Counter(pair for pair in pairs if pair[0] != pair[1])
         return ", ".join(f"{count} from {old} to {new}" for (old, new), count in changed.items())
 
@@ -565,7 +569,7 @@ class Builder:
         order = {
             each: index
             for index, param in enumerate(model.parameters())
-            for _, each in with_scales([("", param)])
+            for _, each in with_parts([("", param)])
         }
         buckets = []
         for spec in specs:

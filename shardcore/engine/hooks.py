@@ -18,7 +18,7 @@ from torch import nn
 from shardcore.engine.build import become, check_unwrapped
 from shardcore.engine.engine import Engine, engine_behind
 from shardcore.engine.model_state import begin_load, begin_read, end_load, end_read
-from shardcore.engine.quantized import keep_class, scales_of, with_scales
+from shardcore.engine.quantized import entry_of, keep_class, parts_of, with_parts
 from shardcore.engine.slices import slice_of
 from shardcore.engine.units import callable_parts
 from shardcore.engine.unshard import in_backward
@@ -96,7 +96,8 @@ def attach_state_dicts(model: nn.Module, engine: Engine) -> None:
             hook for hook in state_dict_pre_hooks(module) if isinstance(hook, _BeforeStateDict)
         ]
         there = any(hook.engine is engine for hook in hooks)
-        if not there and any(param in engine.managed for param in module.parameters()):
+        params = with_parts(module.named_parameters())
+        if not there and any(param in engine.managed for _, param in params):
             keep(module.register_state_dict_pre_hook(_BeforeStateDict(engine, name)))
             keep(module.register_state_dict_post_hook(_AfterStateDict(engine, name)))
 
@@ -163,7 +164,7 @@ class Membership:
         model = self._model()
         named = self._params.items() if model is None else model.named_parameters()
         names: dict[torch.Tensor, str] = {}
-        for name, param in with_scales(named):
+        for name, param in with_parts(named):
             names.setdefault(param, name)
         return names
 
@@ -206,7 +207,7 @@ def detach(model: nn.Module) -> None:
     fulls = engine.full_tensors.of_buckets(
         (bucket, engine.master_or_weight(bucket)) for bucket in engine.buckets
     )
-    scales = {scale for param in model.parameters() for _, scale in scales_of(param)}
+    scales = {scale for param in model.parameters() for _, scale in parts_of(param)}
     for bucket, full in zip(engine.buckets, fulls, strict=True):
         for managed in bucket.params:
             dtype = full.dtype if engine.options["precision"] is not None else managed.param.dtype
@@ -535,14 +536,11 @@ class _LoadHooks(_EngineHook):
                 "load_state_dict: assign is True for a sharded model; expected False (its "
                 "parameters are views into buffers)"
             )
-        params = {
-            prefix + name: p
-            for name, p in module._parameters.items()
-            if p is not None and self.engine.knows(p)
-        }
+        own = [(prefix + name, p) for name, p in module._parameters.items() if p is not None]
+        params = {name: p for name, p in with_parts(own) if self.engine.knows(p)}
         begin_load(self.engine, [*params.values()])
         for key, param in params.items():
-            value = state_dict.get(key)
+            value = entry_of(state_dict, key)
             if isinstance(value, torch.Tensor) and value.shape == param.shape:
                 self._values.append((param, value))
                 # torch copies no plain tensor to a DTensor

@@ -15,6 +15,7 @@ from shardcore.distributed.comm import Traffic, wait_all
 from shardcore.engine.agreement import attempt
 from shardcore.engine.bucket import Managed, note_written
 from shardcore.engine.engine import Engine
+from shardcore.engine.quantized import put_together, take_apart
 from shardcore.engine.slices import held_by, slice_of
 from shardcore.torch_private import storage_id
 
@@ -62,6 +63,7 @@ def end_read(engine: Engine, name: str, prefix: str, state_dict: dict[str, Any])
     if not engine.reads_own:
         engine.read_all("state_dict", name or "the model")
         engine.updater.warn_of_lost_edits("state_dict")
+    int8_weights = take_apart(state_dict)
     keys = keys_of(engine.managed.values(), state_dict, prefix)
     with torch.no_grad():
         asked = [
@@ -80,6 +82,7 @@ def end_read(engine: Engine, name: str, prefix: str, state_dict: dict[str, Any])
                     for key in keys[managed.param]:
                         state_dict[key] = values
         assemble_rest(state_dict)
+        put_together(state_dict, int8_weights)
 
 
 def begin_load(engine: Engine, params: Sequence[nn.Parameter]) -> None:

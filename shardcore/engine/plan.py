@@ -16,7 +16,7 @@ from shardcore.distributed.machine import WorkerThreads
 from shardcore.engine.bucket import Bucket, ReducePolicy
 from shardcore.engine.build import Builder
 from shardcore.engine.loss_scale import LossScaler
-from shardcore.engine.quantized import with_scales
+from shardcore.engine.quantized import with_parts
 from shardcore.engine.reduce_scatter import ReduceScatter
 from shardcore.engine.reducer import HostGradients
 from shardcore.engine.states import HostStore, OverlappedStep, StateStore
@@ -78,7 +78,7 @@ class Plan:
         """The parameters that do not train, and scales of them, with their names."""
         return [
             (name, param)
-            for name, param in with_scales(self.model.named_parameters())
+            for name, param in with_parts(self.model.named_parameters())
             if not self.builder.updates(param)
         ]
 

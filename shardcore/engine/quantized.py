@@ -1,15 +1,18 @@
-"""Weights that bitsandbytes has quantized to 4 bits: the scales beside them, and what else their
-layers need under an engine.
+"""Weights that bitsandbytes has quantized to 4 bits, and torchao to int8: the tensors that hold
+them, and what else their layers need under an engine.
 
-Such a weight (`Params4bit`) holds packed bytes. Its `quant_state` holds one scale per block, in 8
-bits with one float32 per 256 of them (double quantization), and no module has these tensors. Here
-they are frozen parameters of the weight's unit, so at stage 3 they are sharded, gathered and freed
-like any other. They stay the same objects: layers and autograd reach them through `quant_state`.
-Every rank keeps the rest whole: two tables and the mean of the scales.
+bitsandbytes' `Params4bit` holds packed bytes. Its `quant_state` holds one scale per block, in 8
+bits with one float32 per 256 of them (double quantization), and no module has these tensors.
+torchao's `Int8Tensor` is a Parameter without memory: its attributes hold codes, scales and zero
+points. All these tensors are frozen parameters of the weight's unit here, so at stage 3 they are
+sharded, gathered and freed like any other. They stay the same objects: layers and autograd reach
+them through the weight. Of a `quant_state` every rank keeps two tables and the mean of the scales.
 
-bitsandbytes' names are used in this file alone, and it is never imported. Tested with 0.50.
+Names of the two libraries are used in this file alone, and neither is imported. Tested with
+bitsandbytes 0.50 and torchao 0.18.
 """
 
+import logging
 from collections.abc import Iterable, Iterator
 from math import prod
 from types import SimpleNamespace
@@ -18,30 +21,61 @@ from typing import Any
 import torch
 from torch import nn
 
+logger = logging.getLogger("shardcore")
 
-def scales_of(param: torch.Tensor) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the scales of a 4-bit weight as frozen parameters, by the names that they have behind
-    the weight's in a state dict; nothing for another parameter.
+SUPPORTED = (
+    "bitsandbytes' 4-bit weights (load_in_4bit), or torchao's Int8WeightOnlyConfig for nn.Linear"
+)
+# Of transformers' `quantization_method`. fp8 has ordinary parameters.
+_METHODS = "bitsandbytes", "torchao", "fp8"
+
+
+def is_int8(tensor: object) -> bool:
+    """Whether this is a weight of torchao's Int8WeightOnly, which computes with floats."""
+    kind = type(tensor)
+    is_torchao = kind.__name__ == "Int8Tensor" and kind.__module__.startswith("torchao.")
+    return is_torchao and getattr(tensor, "act_quant_kwargs", None) is None
+
+
+def parts_of(weight: torch.Tensor) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield the tensors beside a 4-bit weight, or in an int8 one, as frozen parameters; nothing for
+    another parameter.
+
+    The names of the former are their ends in a state dict, those of the latter are its attributes.
     """
-    state: Any = getattr(param, "quant_state", None)
-    for name, holder in (("absmax", state), ("nested_absmax", getattr(state, "state2", None))):
-        if holder is not None:
-            if not isinstance(holder.absmax, nn.Parameter):
-                holder.absmax = nn.Parameter(holder.absmax, requires_grad=False)
-            yield name, holder.absmax
+    holders: list[tuple[str, Any, str]] = []
+    if is_int8(weight):
+        holders = [(key, weight, key) for key in _inner(weight)]
+    elif (state := getattr(weight, "quant_state", None)) is not None:
+        holders = [("absmax", state, "absmax")]
+        if getattr(state, "state2", None) is not None:
+            holders.append(("nested_absmax", state.state2, "absmax"))
+    for name, holder, key in holders:
+        if not isinstance(getattr(holder, key), nn.Parameter):
+            setattr(holder, key, nn.Parameter(getattr(holder, key), requires_grad=False))
+        yield name, getattr(holder, key)
 
 
-def with_scales(
+def _inner(weight: Any) -> list[str]:
+    """Return the attributes of an int8 weight that are tensors."""
+    keys, _ = weight.__tensor_flatten__()
+    return list(keys)
+
+
+def with_parts(
     named: Iterable[tuple[str, nn.Parameter]],
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield named parameters, and after each its scales."""
+    """Yield named parameters, each followed by the tensors beside it; of an int8 weight only the
+    tensors in it.
+    """
     for name, param in named:
-        yield name, param
-        yield from ((f"{name}.{key}", scale) for key, scale in scales_of(param))
+        if not is_int8(param):
+            yield name, param
+        yield from ((f"{name}.{key}", part) for key, part in parts_of(param))
 
 
 def named_means(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the mean of the scales of each weight that has one: a tensor of shape ()."""
+    """Yield the mean of the scales of each 4-bit weight that has one: a tensor of shape ()."""
     for name, param in model.named_parameters():
         mean: Any = getattr(getattr(param, "quant_state", None), "offset", None)
         if mean is not None:
@@ -60,8 +94,21 @@ def described(param: torch.Tensor) -> str:
     return "" if state is None else f"in {state.quant_type} blocks of {state.blocksize}"
 
 
-def check_model(model: nn.Module, stage: int) -> None:
-    """Raise ValueError for weights in a form that cannot be trained over at this stage."""
+# --- before and after the engine ------------------------------------------------------------------
+
+
+def check_model(model: nn.Module, stage: int, device: torch.device, trains: bool) -> None:
+    """Raise ValueError for weights in a form that cannot be sharded, or trained over, on `device`
+    at this stage.
+    """
+    for name, module in model.named_modules():
+        method = getattr(module, "quantization_method", None)
+        method = getattr(method, "value", method)
+        if trains and isinstance(method, str) and method not in _METHODS:
+            raise ValueError(
+                f"shard: {name or 'the model'} is quantized by {method}, and shardcore does not "
+                f"support training over it. Use {SUPPORTED}"
+            )
     for name, param in model.named_parameters():
         if stage == 3 and hasattr(param, "SCB"):
             raise ValueError(
@@ -74,6 +121,11 @@ def check_model(model: nn.Module, stage: int) -> None:
                 f"shard: {name} has the packing that bitsandbytes uses to evaluate on this CPU, "
                 "and it cannot be trained over. Load the model again, and call shard() before "
                 "model.eval() and a forward"
+            )
+        if is_int8(param) and param.device.type != device.type:
+            raise ValueError(
+                f"shard: {name} is quantized by torchao on {param.device}. Move the model to "
+                f"{device} before shard()"
             )
 
 
@@ -93,6 +145,23 @@ def keep_as_packed(model: nn.Module, device: torch.device) -> None:
                 holder.code = holder.code.to(device)
 
 
+def warn_of_unquantized(model: nn.Module) -> None:
+    """Say which experts bitsandbytes has left as they were: it quantizes linear layers alone."""
+    params = [*model.named_parameters()]
+    if not any(hasattr(param, "quant_state") for _, param in params):
+        return
+    experts = {name: p for name, p in params if p.dim() == 3 and p.is_floating_point()}
+    if experts:
+        logger.warning(
+            "shard: bitsandbytes quantizes linear layers only. %d fused experts stay in %s and "
+            "take %.2f MB in all; the first is %s",
+            len(experts),
+            " and ".join(sorted({str(p.dtype).removeprefix("torch.") for p in experts.values()})),
+            sum(p.nbytes for p in experts.values()) / 1e6,
+            next(iter(experts)),
+        )
+
+
 def keep_class(new: nn.Parameter, old: nn.Parameter) -> nn.Parameter:
     """Return `new`, which takes the place of `old`, as a 4-bit weight if `old` is one."""
     if hasattr(old, "quant_state"):
@@ -102,9 +171,41 @@ def keep_class(new: nn.Parameter, old: nn.Parameter) -> nn.Parameter:
     return new
 
 
+# --- state dicts ----------------------------------------------------------------------------------
+
+
+def take_apart(state_dict: dict[str, Any]) -> dict[str, list[str]]:
+    """Add the tensors in the int8 weights of a state dict to it; returns their names, by that of
+    the weight.
+    """
+    weights = {key: _inner(value) for key, value in state_dict.items() if is_int8(value)}
+    for key, names in weights.items():
+        state_dict |= {f"{key}.{name}": getattr(state_dict[key], name) for name in names}
+    return weights
+
+
+def put_together(state_dict: dict[str, Any], weights: dict[str, list[str]]) -> None:
+    """Make int8 weights of the tensors that `take_apart` added."""
+    for key, names in weights.items():
+        state_dict[key] = state_dict[key].detach()  # it may be the model's own
+        for name in names:
+            setattr(state_dict[key], name, state_dict.pop(f"{key}.{name}"))
+
+
+def entry_of(state_dict: dict[str, Any], key: str) -> Any:
+    """Return an entry of a state dict, which may lie in an int8 weight; None without."""
+    weight, _, name = key.rpartition(".")
+    if is_int8(state_dict.get(weight)):
+        return getattr(state_dict[weight], name, None)
+    return state_dict.get(key)
+
+
+# --- without values -------------------------------------------------------------------------------
+
+
 def nf4_like(weight: torch.Tensor) -> nn.Parameter:
     """Return a 4-bit weight on the meta device, of the sizes that bitsandbytes gives `weight` with
-    its defaults: blocks of 64 elements, and double quantization in blocks of 256 scales.
+    double quantization: blocks of 64 elements, and 256 scales to a nested block.
     """
     blocks = -(-weight.numel() // 64)
     packed = torch.empty(-(-weight.numel() // 2), 1, dtype=torch.uint8, device="meta")

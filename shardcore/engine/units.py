@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from shardcore.engine.bucket import Bucket
-from shardcore.engine.quantized import with_scales
+from shardcore.engine.quantized import with_parts
 
 UnitPolicy: TypeAlias = (
     str | int | type[nn.Module] | Sequence[str | int | type[nn.Module] | nn.Module]
@@ -93,7 +93,7 @@ def _uses(
     if module in chosen:
         chain = [*chain, module]
     own = [(prefix + key, param) for key, param in module._parameters.items() if param is not None]
-    for name, param in with_scales(own):
+    for name, param in with_parts(own):
         yield name, param, chain
     for name, child in module._modules.items():
         if child is not None:
@@ -322,7 +322,7 @@ def _users_in(
     module: nn.Module, own: set[nn.Parameter], units: Collection[nn.Module]
 ) -> Iterator[nn.Module]:
     for child in module.children():
-        if not own.isdisjoint(child.parameters()):
+        if not own.isdisjoint(param for _, param in with_parts(child.named_parameters())):
             yield child
             if child not in units:
                 yield from _users_in(child, own, units)

@@ -28,7 +28,7 @@ from shardcore.engine.bucket import (
     ReducePolicy,
 )
 from shardcore.engine.memory_report import MemoryReport, memory_lines
-from shardcore.engine.quantized import numel_of, with_scales
+from shardcore.engine.quantized import numel_of, with_parts
 from shardcore.engine.reduce_scatter import Parts, ReduceScatter
 from shardcore.engine.reducer import LocalGrad, use_row_bytes
 from shardcore.engine.states import DeviceStore, StateStore
@@ -203,7 +203,7 @@ def predict_rank(
     if tiers.optimizer is not None:
         store = planned_store(buckets, updated, tiers, options.prefetch)
     in_buckets = {managed.param for bucket in buckets for managed in bucket.params}
-    named = with_scales(model.named_parameters())
+    named = with_parts(model.named_parameters())
     frozen = [param for _, param in named if not param.requires_grad]
     replicated = [param for param in frozen if param not in in_buckets]
     offloaded = set()

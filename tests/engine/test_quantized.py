@@ -1,7 +1,8 @@
-"""Bases that bitsandbytes quantized to 4 bits: their scales in shards, in evaluation, in
+"""Bases that bitsandbytes or torchao has quantized: their scales in shards, in evaluation, in
 checkpoints, and what is refused.
 """
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from torch import nn
 
 bnb = pytest.importorskip("bitsandbytes", reason="tests with bitsandbytes")
+ao = pytest.importorskip("torchao.quantization", reason="tests with torchao")
+
 
 import shardcore  # noqa: E402
 from shardcore.engine import hooks, quantized  # noqa: E402
@@ -19,39 +22,48 @@ from tests.support.ranks import run_ranks  # noqa: E402
 WIDTH, HIDDEN = 128, 256
 
 
+KINDS = "nf4", "nf4 nested", "int8"
+
+
 class Block(nn.Module):
-    """A frozen base in NF4, with an adapter over one of its layers."""
+    """A frozen base, with an adapter over one of its layers."""
 
-    def __init__(self, nested: bool) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
-        self.up = self._layer(WIDTH, HIDDEN, nested)
-        self.down = self._layer(HIDDEN, WIDTH, nested)
+        self.up = layer(WIDTH, HIDDEN, kind)
+        self.down = layer(HIDDEN, WIDTH, kind)
         self.a, self.b = nn.Linear(WIDTH, 4, bias=False), nn.Linear(4, HIDDEN, bias=False)
-
-    @staticmethod
-    def _layer(inputs: int, outputs: int, nested: bool) -> nn.Module:
-        return bnb.nn.Linear4bit(
-            inputs,
-            outputs,
-            bias=False,
-            compute_dtype=torch.float32,
-            compress_statistics=nested,
-            quant_type="nf4",
-        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(torch.tanh(self.up(x) + self.b(self.a(x))))
 
 
-def made(seed: int = 0, nested: bool = True) -> Any:
+def layer(inputs: int, outputs: int, kind: str) -> nn.Module:
+    if kind == "int8":
+        linear = nn.Linear(inputs, outputs, bias=False)
+        ao.quantize_(linear, ao.Int8WeightOnlyConfig())
+        return linear
+    options = {"bias": False, "compute_dtype": torch.float32, "quant_type": "nf4"}
+    return bnb.nn.Linear4bit(inputs, outputs, compress_statistics="nested" in kind, **options)
+
+
+def made(seed: int = 0, kind: str = "nf4 nested") -> Any:
     torch.manual_seed(seed)
-    return nn.Sequential(Block(nested), Block(nested)).to("cpu")
+    return nn.Sequential(Block(kind), Block(kind)).to("cpu")
 
 
-def sharded(stage: int, seed: int = 0, nested: bool = True) -> tuple[Any, Any]:
-    model = made(seed, nested)
+def sharded(stage: int, seed: int = 0, kind: str = "nf4 nested") -> tuple[Any, Any]:
+    model = made(seed, kind)
     params = [param for param in model.parameters() if param.requires_grad]
     return shardcore.shard(model, shardcore.FusedAdam(params, lr=0.01), stage=stage)
+
+
+def plain(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the state dict of a model with the tensors in int8 weights in place of these."""
+    state = model.state_dict()
+    for name in quantized.take_apart(state):
+        del state[name]
+    return state
 
 
 def inputs(rank: int, step: int) -> torch.Tensor:
@@ -93,58 +105,63 @@ def test_scales_are_there_only_around_their_use() -> None:
         assert held
 
 
-def resting(rank: int, world_size: int, whole_scales: bool) -> tuple[int, int, bool]:
+def resting(
+    rank: int, world_size: int, kind: str, whole_scales: bool = False
+) -> tuple[int, int, bool]:
     """Return the bytes of the frozen base that this rank holds between steps, and those of the
     base; and whether they are as predicted.
     """
     with pytest.MonkeyPatch.context() as patch:
         if whole_scales:  # as if each rank kept them
-            patch.setattr("shardcore.engine.units.with_scales", lambda named: named)
+            patch.setattr("shardcore.engine.units.with_parts", lambda named: named)
         params = [param for param in made().parameters() if param.requires_grad]
-        model, optimizer = sharded(3)
+        model, optimizer = sharded(3, kind=kind)
         for number in range(2):
             step(model, optimizer, rank, number)
-        prediction = predict(made(), stage=3, world_size=world_size, rank=rank).resting
+        prediction = predict(made(kind=kind), stage=3, world_size=world_size, rank=rank).resting
     report = shardcore.memory_report(model)
     weights = [line for line in report.lines if line.kind == "weights" and line.unit != "shared"]
     adapters = sum(param.nbytes for param in params) // world_size
-    base = made().state_dict()
+    ends = ".up.weight", ".down.weight", "absmax", "qdata", "scale", "zero_point"
     total = sum(
-        value.nbytes
-        for name, value in base.items()
-        if name.endswith((".up.weight", ".down.weight", "absmax"))
+        value.nbytes for name, value in plain(made(kind=kind)).items() if name.endswith(ends)
     )
     return sum(line.bytes for line in weights) - adapters, total, prediction.lines == report.lines
 
 
-def test_a_rank_holds_its_share_of_packed_bytes_and_scales() -> None:
-    padding = 4 * 2 * 1024  # of two units with two nested scales: a shard has at least 1 KiB
-    for held, total, as_predicted in run_ranks(2, resting, False):
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_holds_its_share_of_codes_and_scales(kind: str) -> None:
+    # of two units: a shard of nested scales takes 1 KiB, for few bytes of them
+    padding = 2 * 1024
+    for held, total, as_predicted in run_ranks(2, resting, kind):
         assert held <= total // 2 + padding
         assert as_predicted
-    for held, total, _ in run_ranks(2, resting, True):
-        assert held > total // 2, "whole scales are seen"
 
 
-def trained(rank: int, world_size: int, stage: int, nested: bool) -> tuple[list[float], Any]:
+def test_whole_scales_are_seen() -> None:
+    for held, total, _ in run_ranks(2, resting, "nf4", True):
+        assert held > total // 2 + 2 * 1024
+
+
+def trained(rank: int, world_size: int, stage: int, kind: str) -> tuple[list[float], Any]:
     # ranks quantize other weights: rank 0's count, scales included
-    model, optimizer = sharded(stage, seed=rank, nested=nested)
+    model, optimizer = sharded(stage, seed=rank, kind=kind)
     losses = [step(model, optimizer, rank, number) for number in range(3)]
-    return losses, model.state_dict()
+    return losses, plain(model)
 
 
-@pytest.mark.parametrize("nested", [True, False])
-def test_stages_agree_to_the_bit_and_ranks_have_the_scales_of_rank_0(nested: bool) -> None:
-    of_stage = [run_ranks(2, trained, stage, nested) for stage in (0, 3)]
+@pytest.mark.parametrize("kind", KINDS)
+def test_stages_agree_to_the_bit_and_ranks_have_the_scales_of_rank_0(kind: str) -> None:
+    of_stage = [run_ranks(2, trained, stage, kind) for stage in (0, 3)]
     for (losses, state), (other_losses, other) in zip(*of_stage, strict=True):
         assert losses == other_losses
         assert equal(state, other)
     first, second = (state for _, state in of_stage[1])
     assert equal(first, second)
-    base = made(nested=nested).state_dict()
+    base, others = plain(made(kind=kind)), plain(made(1, kind))
     assert all(torch.equal(first[name], value) for name, value in base.items() if ".up." in name)
-    other = made(1, nested=nested).state_dict()
-    assert not torch.equal(first["0.up.weight.absmax"], other["0.up.weight.absmax"])
+    scales = "0.up.weight.scale" if kind == "int8" else "0.up.weight.absmax"
+    assert not torch.equal(first[scales], others[scales])
 
 
 # --- evaluation -----------------------------------------------------------------------------------
@@ -194,48 +211,67 @@ def test_a_weight_in_the_packing_of_an_evaluation_is_refused() -> None:
 # --- checkpoints and models -----------------------------------------------------------------------
 
 
-def saved_and_loaded(rank: int, world_size: int, folder: str, stages: tuple[int, int]) -> bool:
-    model, optimizer = sharded(stages[0])
+def saved_and_loaded(
+    rank: int, world_size: int, folder: str, stages: tuple[int, int], kind: str
+) -> bool:
+    model, optimizer = sharded(stages[0], kind=kind)
     step(model, optimizer, rank, 0)
     shardcore.save(folder, model, optimizer)
-    other, other_optimizer = sharded(stages[1], seed=5)
-    assert not equal(other.state_dict(), model.state_dict())
+    other, other_optimizer = sharded(stages[1], seed=5, kind=kind)
+    assert not equal(plain(other), plain(model))
     shardcore.load(folder, other, other_optimizer)
     later = [step(m, o, rank, 1) for m, o in ((model, optimizer), (other, other_optimizer))]
-    return later[0] == later[1] and equal(other.state_dict(), model.state_dict())
+    return later[0] == later[1] and equal(plain(other), plain(model))
 
 
-@pytest.mark.parametrize("stages", [(3, 0), (2, 3)])
+@pytest.mark.parametrize(
+    "stages, kind", [((3, 0), "nf4 nested"), ((2, 3), "nf4"), ((0, 3), "int8"), ((3, 2), "int8")]
+)
 def test_a_checkpoint_has_scales_and_loads_at_another_stage(
-    tmp_path: Path, stages: tuple[int, int]
+    tmp_path: Path, stages: tuple[int, int], kind: str
 ) -> None:
-    assert run_ranks(2, saved_and_loaded, str(tmp_path), stages) == [True, True]
+    assert run_ranks(2, saved_and_loaded, str(tmp_path), stages, kind) == [True, True]
 
 
-def in_shards(rank: int, world_size: int) -> bool:
-    model, _ = sharded(3)
-    other, _ = sharded(3, seed=5)
+def in_shards(rank: int, world_size: int, kind: str) -> bool:
+    model, other = sharded(3, kind=kind)[0], sharded(3, seed=5, kind=kind)[0]
     shardcore.load_sharded_state_dict(other, shardcore.sharded_state_dict(model))
-    return equal(other.state_dict(), model.state_dict())
+    return equal(plain(other), plain(model))
 
 
-def test_a_sharded_state_dict_has_scales() -> None:
-    assert run_ranks(2, in_shards) == [True, True]
+@pytest.mark.parametrize("kind", ["nf4 nested", "int8"])
+def test_a_sharded_state_dict_has_scales(kind: str) -> None:
+    assert run_ranks(2, in_shards, kind) == [True, True]
 
 
-def made_plain(rank: int, world_size: int, stage: int) -> bool:
-    model, optimizer = sharded(stage)
+def loaded_whole(rank: int, world_size: int, stage: int) -> bool:
+    model, other = sharded(3, kind="int8")[0], sharded(stage, seed=5, kind="int8")[0]
+    state = model.state_dict()
+    other.load_state_dict(state)
+    return equal(plain(other), plain(model)) and type(state["0.up.weight"]) is ao.Int8Tensor
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_int8_weights_load_from_a_state_dict(stage: int) -> None:
+    assert run_ranks(2, loaded_whole, stage) == [True, True]
+
+
+def made_plain(rank: int, world_size: int, stage: int, kind: str) -> bool:
+    model, optimizer = sharded(stage, kind=kind)
     step(model, optimizer, rank, 0)
-    before = model.state_dict()
+    before = plain(model)
     hooks.detach(model)
-    assert isinstance(model[0].up.weight, bnb.nn.Params4bit)
+    assert type(model[0].up.weight) is type(made(kind=kind)[0].up.weight)
     again, _ = shardcore.shard(model, None, stage=3)
-    return equal(again.state_dict(), before)
+    return equal(plain(again), before)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_plain_model_again_has_its_scales(stage: int) -> None:
-    assert run_ranks(2, made_plain, stage) == [True, True]
+@pytest.mark.parametrize("stage, kind", [(0, "nf4 nested"), (3, "nf4 nested"), (3, "int8")])
+def test_a_plain_model_again_has_its_scales(stage: int, kind: str) -> None:
+    assert run_ranks(2, made_plain, stage, kind) == [True, True]
+
+
+# --- refusals -------------------------------------------------------------------------------------
 
 
 def differing(rank: int, world_size: int) -> str:
@@ -260,3 +296,38 @@ def test_8_bits_at_stage_3_are_refused() -> None:
     model[0].up.weight.SCB = None  # as bitsandbytes' Int8Params have
     with pytest.raises(ValueError, match=r"0\.up\.weight is quantized to 8 bits"):
         shardcore.shard(model, None, stage=3)
+
+
+def test_other_quantized_tensors_are_refused_by_library() -> None:
+    codes, scales = torch.zeros(64, 32, dtype=torch.uint8), torch.ones(2, 64)
+    weight = ao.Int4Tensor(codes, scales, scales, [1, 32], torch.Size([64, 64]))
+    model = nn.Sequential(nn.Linear(64, 64, bias=False))
+    model[0].weight = nn.Parameter(weight, requires_grad=False)
+    with pytest.raises(ValueError, match=r"0\.weight is a Int4Tensor of torchao.*4-bit weights"):
+        shardcore.shard(model, None, stage=3)
+    model = nn.Sequential(nn.Linear(64, 64))
+    ao.quantize_(model, ao.Int8DynamicActivationInt8WeightConfig())
+    with pytest.raises(ValueError, match=r"0\.weight is a Int8Tensor of torchao"):
+        shardcore.shard(model, None, stage=3)
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq", "compressed-tensors"])
+def test_training_over_other_methods_is_refused_by_name(method: str) -> None:
+    model = made()
+    model[0].quantization_method = method  # as transformers names it, of a model inside PEFT's
+    params = [param for param in model.parameters() if param.requires_grad]
+    with pytest.raises(ValueError, match=f"0 is quantized by {method}.*load_in_4bit"):
+        shardcore.shard(model, shardcore.FusedAdam(params))
+    shardcore.shard(model, None)
+
+
+def test_experts_that_were_not_quantized_are_named_with_their_bytes(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = made()
+    model[1].experts = nn.Parameter(torch.zeros(10, 100, 100), requires_grad=False)
+    with caplog.at_level(logging.WARNING, "shardcore"):
+        shardcore.shard(model, None)
+    (text,) = [line for line in caplog.messages if "fused experts" in line]
+    assert "1 fused experts stay in float32 and take 0.40 MB" in text
+    assert "the first is 1.experts" in text

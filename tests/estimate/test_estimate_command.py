@@ -254,7 +254,7 @@ def test_a_70b_base_in_4_bits_takes_at_most_5_gb_of_each_of_8_ranks(monkeypatch)
     adapters = 2 * 80 * 16 * 161_792
     assert kept_weight_bytes() == pytest.approx((base + adapters) / 8, rel=1e-3)
     assert kept_weight_bytes() <= 5.0e9
-    monkeypatch.setattr("shardcore.engine.units.with_scales", lambda named: named)
+    monkeypatch.setattr("shardcore.engine.units.with_parts", lambda named: named)
     assert kept_weight_bytes() > 5.0e9, "whole scales are seen"
 
 
