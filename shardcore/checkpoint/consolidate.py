@@ -32,12 +32,14 @@ from shardcore._native import _C
 from shardcore.checkpoint.directory import sync_directory, write_synced
 from shardcore.checkpoint.format import cut, head_of, named_buffers, named_parameters, names_of
 from shardcore.checkpoint.load import open_checkpoint
+from shardcore.checkpoint.merged import Merged, merged_of, merged_values
 from shardcore.checkpoint.safetensors import INDEX, SINGLE
 from shardcore.checkpoint.save import buffers_of
 from shardcore.checkpoint.source import Source
 from shardcore.engine.agreement import together
 from shardcore.engine.bucket import Bucket
 from shardcore.engine.engine import Engine, engine_behind
+from shardcore.engine.quantized import shape_and_dtype
 from shardcore.engine.slices import held_by, slice_of
 from shardcore.offload.disk import file_engine
 
@@ -52,6 +54,7 @@ def consolidate(
     tag: str | None = None,
     dtype: torch.dtype | None = None,
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    merge_adapters: bool = False,
 ) -> list[Path]:
     """Write the weights of a checkpoint, or of a sharded model, to ordinary .safetensors files.
     Returns their paths.
@@ -67,6 +70,10 @@ def consolidate(
             own dtype of all other tensors.
         max_shard_bytes: The largest size of the tensors in one file, unless a single tensor is
             larger.
+        merge_adapters: True writes a sharded model of PEFT as an ordinary model: LoRA adapters are
+            merged into their base, and 4-bit and int8 weights become floats. Values are those that
+            forward uses. The dtype None means the dtype of each base weight before it was
+            quantized.
 
     Tied weights are written once, under their first name. Host memory: a few MiB from a checkpoint;
     from a model, the full weights of two units that are gathered and of one that is written.
@@ -74,14 +81,23 @@ def consolidate(
     Raises:
         OSError, ValueError: For files that cannot be read or written, or are damaged, with the
             file. On the other ranks RuntimeError.
+        ValueError, NotImplementedError: If merge_adapters is True for another source than a sharded
+            model of PEFT, or for other adapters than plain LoRA.
     """
     if not isinstance(source, nn.Module):
         _check(output, dtype, max_shard_bytes)
+        if merge_adapters:
+            raise ValueError(
+                "consolidate: merge_adapters is True for files; expected a sharded model of PEFT"
+            )
     else:
         engine = engine_behind("consolidate", source)
         with together(engine.everyone, "consolidate", "nothing was written"):
             _check(output, dtype, max_shard_bytes)
-            tensors = of_engine(engine, dtype)
+            merged = merged_of(engine) if merge_adapters else {}
+            tensors = of_merged(merged, dtype) if merge_adapters else of_engine(engine, dtype)
+        if merge_adapters:
+            return write_merged(engine, Path(output), merged, tensors, max_shard_bytes)
         return write_model("consolidate", engine, Path(output), tensors, max_shard_bytes)
     if not isinstance(source, str | os.PathLike):
         raise TypeError(
@@ -489,16 +505,44 @@ class _OwnFiles:
         return self._open[path]
 
 
-def on_first_rank(
-    engine: Engine, tensors: Tensors, use: Callable[[Iterator[torch.Tensor]], list[Path]]
+def of_merged(merged: Mapping[str, Merged], dtype: torch.dtype | None) -> Tensors:
+    """Return what an ordinary model has of a model of PEFT, in `dtype`; None: that of the base."""
+    tensors = {}
+    for name, each in merged.items():
+        shape, own_dtype = shape_and_dtype(each.tensor)
+        tensors[name] = _on_meta(shape, _cast_to(own_dtype, dtype))
+    return tensors
+
+
+def write_merged(
+    engine: Engine,
+    output: Path,
+    merged: dict[str, Merged],
+    tensors: Tensors,
+    max_shard_bytes: int,
 ) -> list[Path]:
-    """Let rank 0 use the flattened values of `tensors` while all ranks gather them; returns what
-    it does there. Collective.
+    """Write `tensors` as rank 0 merges them: see `consolidate`. Collective."""
+    dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
+    values = merged_values(engine, merged, dtypes, engine.everyone.rank == 0)
+    return on_first_rank(
+        engine, tensors, lambda each: write(tensors, each, output, max_shard_bytes), values
+    ) or [output]
+
+
+def on_first_rank(
+    engine: Engine,
+    tensors: Tensors,
+    use: Callable[[Iterator[torch.Tensor]], list[Path]],
+    values: Iterator[torch.Tensor] | None = None,
+) -> list[Path]:
+    """Let rank 0 use the flattened values of `tensors`, or the given ones, while all ranks gather
+    them; returns what it does there. Collective.
     """
     engine.read_all("state_dict", "the model")
     is_first = engine.everyone.rank == 0
-    gathered = _gathered(engine, tensors, engine.buckets, lambda name: is_first)
-    values = (value.reshape(-1) for _, value in gathered if value is not None)
+    if values is None:
+        gathered = _gathered(engine, tensors, engine.buckets, lambda name: is_first)
+        values = (value.reshape(-1) for _, value in gathered if value is not None)
     with together(engine.everyone, "consolidate", _UNCHANGED):
         try:
             return use(values) if is_first else []

@@ -8,12 +8,13 @@ points. All these tensors are frozen parameters of the weight's unit here, so at
 sharded, gathered and freed like any other. They stay the same objects: layers and autograd reach
 them through the weight. Of a `quant_state` every rank keeps two tables and the mean of the scales.
 
-Names of the two libraries are used in this file alone, and neither is imported. Tested with
-bitsandbytes 0.50 and torchao 0.18.
+Names of the two libraries are used in this file alone, and neither is imported unless a
+weight is dequantized. Tested with bitsandbytes 0.50 and torchao 0.18.
 """
 
 import logging
 from collections.abc import Iterable, Iterator
+from importlib import import_module
 from math import prod
 from types import SimpleNamespace
 from typing import Any
@@ -86,6 +87,24 @@ def numel_of(param: torch.Tensor) -> int:
     """Return the number of elements of a parameter; of a 4-bit weight, those before packing."""
     state: Any = getattr(param, "quant_state", None)
     return param.numel() if state is None else prod(state.shape)
+
+
+def shape_and_dtype(weight: torch.Tensor) -> tuple[torch.Size, torch.dtype]:
+    """Return those of the weight as floats (see `dequantized`)."""
+    state: Any = getattr(weight, "quant_state", None)
+    return (weight.shape, weight.dtype) if state is None else (state.shape, state.dtype)
+
+
+def dequantized(weight: torch.Tensor) -> torch.Tensor:
+    """Return a 4-bit or int8 weight as floats; another tensor as it is."""
+    if is_int8(weight):
+        of_int8: Any = weight
+        return of_int8.dequantize()  # type: ignore[no-any-return]
+    state: Any = getattr(weight, "quant_state", None)
+    if state is None:
+        return weight.detach()
+    functional: Any = import_module("bitsandbytes.functional")
+    return functional.dequantize_4bit(weight.detach(), state)  # type: ignore[no-any-return]
 
 
 def described(param: torch.Tensor) -> str:
