@@ -255,6 +255,43 @@ def _span(sizes: Sequence[int], stride: Sequence[int]) -> int:
     return 1 + sum((size - 1) * step for size, step in zip(sizes, stride, strict=True))
 
 
+FP8_BLOCK = 128  # rows, and columns
+
+
+class Fp8Blocks(Stored):
+    """A float8 matrix with a float32 factor for each block of 128 x 128, read as float32.
+
+    DeepSeek V3's format: `weight` and `weight_scale_inv`. Blocks at the ends of rows and columns
+    may be smaller.
+    """
+
+    def __init__(self, name: str, codes: FileTensor, factors: FileTensor) -> None:
+        """Raise ValueError unless there is a factor for each block."""
+        self._codes, self._factors = codes, factors
+        self.path, self.shape, self.dtype = codes.path, codes.shape, torch.float32
+        self.grid = codes.shape
+        expected = tuple(-(-size // FP8_BLOCK) for size in codes.shape)
+        if len(codes.shape) != 2 or factors.shape != expected:
+            raise ValueError(
+                f"load: {name} in {codes.path} has shape {codes.shape} and factors of shape "
+                f"{factors.shape}; expected a matrix with one factor for each block of "
+                f"{FP8_BLOCK} x {FP8_BLOCK}, so {expected}"
+            )
+
+    def __str__(self) -> str:
+        return str(self._codes)
+
+    def part(self, box: Box) -> torch.Tensor:
+        """See Stored."""
+        blocks = tuple(range(each.start // FP8_BLOCK, -(-each.stop // FP8_BLOCK)) for each in box)
+        factors = self._factors.part(blocks).to(torch.float32)
+        rows, columns = (
+            torch.arange(each.start, each.stop) // FP8_BLOCK - each.start // FP8_BLOCK
+            for each in box
+        )
+        return self._codes.part(box).to(torch.float32) * factors[rows][:, columns]
+
+
 class BoxTensor(Stored):
     """A tensor in boxes that do not overlap. `open_box` opens one, when it is first read."""
 

@@ -10,7 +10,7 @@ drawn as when the model is built. For the same reason a module that shares a wei
 one fills a temporary tensor. Memory is NaN before it is filled, so what a function leaves out is an
 error. Files are memory-mapped, and each rank reads the ranges of its pieces. Tensors that
 transformers converts (Mixtral's experts) are made in full, one at a time, on each rank that has a
-part of them.
+part of them. Matrices of float8 with factors by block (DeepSeek V3) become float32 part by part.
 
 A model of transformers implies that it is imported, so it is never imported here. Its private
 names are used in this file alone; tested with transformers 5.23. Versions before 5 convert no
@@ -34,7 +34,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import nn
 
-from shardcore.checkpoint.file_tensors import Box, FileTensor, Stored, slices_of, whole
+from shardcore.checkpoint.file_tensors import Box, FileTensor, Fp8Blocks, Stored, slices_of, whole
 from shardcore.checkpoint.format import cut
 from shardcore.checkpoint.safetensors import PathLike, open_files
 from shardcore.checkpoint.source import ReadPart, read_columns
@@ -47,6 +47,8 @@ from shardcore.engine.states import StateStore, part_of, set_weights
 from shardcore.layout import Columns
 from shardcore.optim.dtensor import is_dtensor
 from shardcore.torch_private import is_persistent, use_count_of
+
+InFile: TypeAlias = FileTensor | Fp8Blocks
 
 
 def _is_pretrained(module: nn.Module) -> bool:
@@ -180,12 +182,26 @@ def is_blank(tensor: torch.Tensor) -> bool:
     return bool(blank.any())
 
 
+def _dequantized(model: nn.Module, files: Mapping[str, FileTensor]) -> Mapping[str, InFile]:
+    """Return files with float8 matrices as float32 ones, unless the model has their factors."""
+    end = "_scale_inv"
+    if any(name.endswith(end) for name, _ in _named(model)):
+        return files
+    tensors: dict[str, InFile] = {**files}
+    for name, codes in files.items():
+        if codes.dtype == torch.float8_e4m3fn and name + end in files:
+            tensors[name] = Fp8Blocks(name, codes, files[name + end])
+            del tensors[name + end]
+    return tensors
+
+
 def tensors_for(
-    model: nn.Module, files: Mapping[str, FileTensor]
-) -> "tuple[Mapping[str, FileTensor | Converted], Sequence[str]]":
+    model: nn.Module, in_files: Mapping[str, FileTensor]
+) -> "tuple[Mapping[str, InFile | Converted], Sequence[str]]":
     """Return the tensors in files under the names of `model`; and names that it does not have,
     which from_pretrained drops with a report (the old head under a new one).
     """
+    files = _dequantized(model, in_files)
     if not _is_pretrained(model):
         return files, ()
     try:
@@ -207,7 +223,11 @@ class Conversion:
     """
 
     def __init__(
-        self, model: Any, files: Mapping[str, FileTensor], loading: Any, transforms: list[Any]
+        self,
+        model: Any,
+        files: Mapping[str, InFile],
+        loading: Any,
+        transforms: list[Any],
     ) -> None:
         """Convert names as transformers does. Reads no values: shapes come from a conversion of
         meta tensors.
@@ -240,7 +260,7 @@ class Conversion:
         # removes what from_pretrained ignores
         model._adjust_missing_and_unexpected_keys(unexpected)
         self.dropped = [name for name in key_of if name in unexpected.unexpected_keys]
-        self.tensors: dict[str, FileTensor | Converted] = {
+        self.tensors: dict[str, InFile | Converted] = {
             name: files[key] for name, key in key_of.items() if name in state_dict
         }
         for first, (_, parts) in self._parts.items():
@@ -256,7 +276,7 @@ class Conversion:
         return self._converted[1]
 
     def _convert(
-        self, first: str, values: Callable[[FileTensor], torch.Tensor]
+        self, first: str, values: Callable[[InFile], torch.Tensor]
     ) -> dict[str, torch.Tensor]:
         """Return what transformers makes of the tensors that become `first`, and perhaps others,
         by name.
@@ -284,7 +304,12 @@ class Converted(Stored):
     """A tensor that transformers makes of others in files."""
 
     def __init__(
-        self, conversion: Conversion, first: str, name: str, shape: torch.Size, source: FileTensor
+        self,
+        conversion: Conversion,
+        first: str,
+        name: str,
+        shape: torch.Size,
+        source: InFile,
     ) -> None:
         """first: with which tensor it is made. source: the first of those that it is made of."""
         self._conversion, self._first, self._name = conversion, first, name
@@ -296,7 +321,7 @@ class Converted(Stored):
         return self._conversion.full(self._first)[self._name][slices_of(box)]
 
 
-def _empty(tensor: FileTensor) -> torch.Tensor:
+def _empty(tensor: InFile) -> torch.Tensor:
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
 
@@ -359,7 +384,7 @@ def plan_materialize(
 
 def _tensors_inside(
     model: nn.Module, files: Mapping[str, FileTensor]
-) -> "tuple[Mapping[str, FileTensor | Converted], Sequence[str]]":
+) -> "tuple[Mapping[str, InFile | Converted], Sequence[str]]":
     """Return `tensors_for` the model, or for the one transformers model inside it (as in a
     LightningModule) if the files do not have the names of `model`.
     """
@@ -593,7 +618,7 @@ class FromFiles:
     def __init__(
         self,
         model: nn.Module,
-        tensors: Mapping[str, FileTensor | Converted],
+        tensors: Mapping[str, InFile | Converted],
         dropped: Sequence[str],
         init: Fill | None,
     ) -> None:
@@ -690,7 +715,7 @@ class FromFiles:
             assign(local, read(0, local.numel()))
 
 
-def _check_stored(name: str, stored: FileTensor | Converted, tensor: torch.Tensor) -> None:
+def _check_stored(name: str, stored: InFile | Converted, tensor: torch.Tensor) -> None:
     if stored.shape != tuple(tensor.shape):
         raise ValueError(
             f"shard: {name} has shape {stored.shape} in {stored.path}; expected "

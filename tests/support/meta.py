@@ -20,6 +20,7 @@ _TYPES = {
     torch.float16: "F16",
     torch.float64: "F64",
     torch.int64: "I64",
+    torch.float8_e4m3fn: "F8_E4M3",
 }
 
 
