@@ -800,11 +800,9 @@ def _start(
     """Start the engine and hand it the optimizer's states. Collective."""
     optimizer: Any = plan.optimizer
     with plan.builder.together("starting the engine"):
-        quantized.keep_as_packed(plan.model, plan.device)
         engine = Engine(plan)
     with plan.builder.together("taking over the optimizer's states"):
-        # Frees each state as soon as it is carried over. Schedulers keep a replaced optimizer
-        # alive, so its states are cleared, too.
+        # frees each state once it is carried; schedulers keep a replaced optimizer alive
         user_optimizer.state.clear()
         engine.state_io.carry(states)
         engine.go_on_from(None)
@@ -825,7 +823,6 @@ def _start(
         refuse_others()
     if plan.comm.rank == 0:
         warn_of_compiled(plan.model, [u.name for u in plan.units], plan.options["stage"] == 3)
-        quantized.warn_of_unquantized(plan.model)
     if plan.host is not None:
         warn_of_pageable(plan.host.copies)
         if plan.comm.rank == 0:

@@ -18,7 +18,14 @@ from torch import nn
 from shardcore.engine.build import become, check_unwrapped
 from shardcore.engine.engine import Engine, engine_behind
 from shardcore.engine.model_state import begin_load, begin_read, end_load, end_read
-from shardcore.engine.quantized import entry_of, keep_class, parts_of, with_parts
+from shardcore.engine.quantized import (
+    entry_of,
+    keep_as_packed,
+    keep_class,
+    parts_of,
+    warn_of_unquantized,
+    with_parts,
+)
 from shardcore.engine.slices import slice_of
 from shardcore.engine.units import callable_parts
 from shardcore.engine.unshard import in_backward
@@ -75,6 +82,9 @@ def attach(model: nn.Module, engine: Engine, casts: Mapping[str, torch.dtype]) -
             keep(linear.register_forward_pre_hook(_Float8Weight(engine, True)))
             keep(linear.register_forward_hook(_Float8Weight(engine, False), always_call=True))
     keep(model.register_forward_hook(_AfterForward(engine)))
+    keep_as_packed(model, engine.device)
+    if engine.comm.rank == 0:
+        warn_of_unquantized(model)
     attach_state_dicts(model, engine)
     for module in model.modules():
         if isinstance(module, nn.RNNBase):

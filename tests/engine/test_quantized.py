@@ -179,7 +179,7 @@ def evaluated(rank: int, world_size: int, stage: int, prepared: bool) -> tuple[i
         patch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: True)
         patch.setattr("bitsandbytes.nn.modules._convert_weight_packed_for_cpu", pack)
         if not prepared:
-            patch.setattr(quantized, "keep_as_packed", lambda model, device: None)
+            patch.setattr(hooks, "keep_as_packed", lambda model, device: None)
         model, optimizer = sharded(stage)
         losses = [step(model, optimizer, rank, 0)]
         try:
