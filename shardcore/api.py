@@ -25,8 +25,7 @@ from shardcore.distributed.comm import Comm
 from shardcore.distributed.compare import Entry
 from shardcore.distributed.everyone import Everyone
 from shardcore.distributed.groups import own_gpu, use_own_gpu
-from shardcore.distributed.joining import join
-from shardcore.distributed.launchers import ranks_on_machine
+from shardcore.distributed.joining import advise_nodes, join
 from shardcore.distributed.machine import (
     WorkerThreads,
     nodes_of,
@@ -38,6 +37,7 @@ from shardcore.engine import build, full_values, quantized, relay
 from shardcore.engine import full_params as of_engine
 from shardcore.engine.agreement import agree, together
 from shardcore.engine.bucket import LIFETIMES
+from shardcore.engine.compiled import compile_units
 from shardcore.engine.engine import Engine, engine_behind
 from shardcore.engine.hooks import attach
 from shardcore.engine.loss_scale import LossScale
@@ -209,8 +209,6 @@ def no_sync(model: nn.Module) -> Iterator[None]:
 
 logger = logging.getLogger("shardcore")
 
-_advised = False  # of ranks_per_node, in this process
-
 Model = TypeVar("Model", bound=nn.Module)
 
 
@@ -233,6 +231,7 @@ def shard(
     overlap_step: bool = False,
     reshard_after_forward: bool | int = True,
     prefetch: int = 1,
+    compile: bool | Mapping[str, Any] = False,
     reduction: str = "ordered",
     broadcast: bool = True,
     materialize: Materialize | None = None,
@@ -322,6 +321,8 @@ def shard(
             False keeps them. A number keeps them in parts on so many consecutive ranks.
         prefetch: At stage 3, the number of units to gather ahead of the unit that computes. Weights
             on NVMe are read into host memory for as many units more.
+        compile: True compiles the forward of each unit except the root by torch.compile. A dict has
+            the arguments of torch.compile: backend, mode, dynamic, fullgraph, options.
         broadcast: True takes the weights and buffers of rank 0. False requires equal values on all
             ranks, which `shard()` does not compare.
         materialize: The values of a model on the meta device. None calls `reset_parameters()` of
@@ -386,6 +387,7 @@ def shard(
         overlap_step=overlap_step,
         reshard_after_forward=reshard_after_forward,
         prefetch=prefetch,
+        compile=compile,
         reduction=reduction,
         broadcast=broadcast,
         materialize=materialize,
@@ -417,41 +419,18 @@ def shard_and_log(
     if old is not None:  # the new engine takes its place
         relay.begin("initialize", old)
         plan.builder.values_of_params = partial(relay.values_in, old)
-    _advise_nodes(plan.comm, plan.policy.backend_sums)
+    advise_nodes(plan.comm, plan.policy.backend_sums)
     files = _files(plan, options.tiers)
     try:
         states, other_entries_of_state = _allocate(plan, user_optimizer, options.tiers, files)
         _fill(plan, filler, user_optimizer, states, options, old, level)
-        _start(plan, user_optimizer, states, other_entries_of_state, options.cast_inputs)
+        _start(plan, user_optimizer, states, other_entries_of_state, options)
         _commit_steps(plan, files)
     except BaseException:
         if isinstance(files, Slots):
             files.close()
         raise
     return model, None if optimizer is None else plan.optimizer
-
-
-def _advise_nodes(comm: Comm, backend_sums: bool) -> None:
-    """Advise once to set ranks_per_node, if gradients are exchanged over several nodes as over one:
-    much of that exchange is exposed.
-    """
-    global _advised
-    local = ranks_on_machine() or comm.world_size
-    if _advised or comm.rank != 0 or not comm.uses_nccl or backend_sums:
-        return
-    flat = comm.topology.nodes == 1 and comm.world_size == dist.get_world_size()
-    equal_nodes = 1 < local < comm.world_size and comm.world_size % local == 0
-    if flat and equal_nodes:
-        _advised = True
-        logger.warning(
-            "shard: gradients are exchanged over all %d ranks at once, of which %d share a node; "
-            "expected ranks_per_node=%d, "
-            "which sends less between nodes (its own bits, the same at every stage), or "
-            'reduction="nccl" (docs/scaling.md)',
-            comm.world_size,
-            local,
-            local,
-        )
 
 
 def _plan(
@@ -795,7 +774,7 @@ def _start(
     user_optimizer: Any,
     states: dict[Any, Any],
     other_entries_of_state: dict[Any, Any],
-    cast_inputs: bool | str,
+    options: ShardOptions,
 ) -> None:
     """Start the engine and hand it the optimizer's states. Collective."""
     optimizer: Any = plan.optimizer
@@ -808,8 +787,9 @@ def _start(
         engine.go_on_from(None)
         if plan.builder.trains:  # from now on the engine has that state
             optimizer._skipped, optimizer._device_state = optimizer.skipped_steps, None
-        attach(plan.model, engine, input_casts(plan, cast_inputs))
+        attach(plan.model, engine, input_casts(plan, options.cast_inputs))
         save_pretrained.attach(plan.model, engine)
+        compile_units(plan.model, plan.members, options.compile_arguments, plan.comm.rank)
         optimizer.state = ShardedStates(
             engine.updater.buckets, engine.settle, other_entries_of_state
         )

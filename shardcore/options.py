@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from shardcore.checkpoint.materialize import Materialize
+from shardcore.engine import compiled
 from shardcore.engine.bucket import LIFETIMES, ReducePolicy
 from shardcore.engine.loss_scale import LossScale, LossScaler
 from shardcore.engine.units import UnitPolicy
@@ -76,6 +77,7 @@ class ShardOptions:
     overlap_step: bool = False
     reshard_after_forward: bool | int = True
     prefetch: int = 1
+    compile: bool | Mapping[str, Any] = False
     reduction: str = "ordered"
     broadcast: bool = True
     materialize: Materialize | None = None
@@ -138,6 +140,7 @@ class ShardOptions:
                 f"units ahead weights are gathered "
                 "at stage 3, 0 or more, or nothing at other stages"
             )
+        _ = self.compile_arguments  # raises for what torch.compile does not accept
         if self.reduction == "nccl" and not backend_sums:
             raise ValueError(
                 'shard: reduction is "nccl" but the process group has no nccl backend; expected '
@@ -205,6 +208,11 @@ class ShardOptions:
         """What `offload` asks for; nothing as long as it is "auto"."""
         return offload_options(None if self.chooses_offload else self.offload, self.stage)
 
+    @cached_property
+    def compile_arguments(self) -> dict[str, Any] | None:
+        """The arguments of torch.compile for the units; None compiles nothing."""
+        return compiled.compile_arguments("shard", self.compile, self.stage == 3)
+
     def reduce_policy(self, world_size: int) -> ReducePolicy:
         """How gradients are reduced over this many ranks."""
         return ReducePolicy(
@@ -229,7 +237,8 @@ class ShardOptions:
             for field in fields(self)
             if field.name not in ("units", "keep_fp32", "materialize")
         ]
-        return {name: getattr(self, name) for name in names} | {"offload": self.tiers}
+        values = {name: getattr(self, name) for name in names}
+        return values | {"offload": self.tiers, "compile": compiled.in_words(self.compile)}
 
 
 OPTIONS = tuple(field.name for field in fields(ShardOptions))

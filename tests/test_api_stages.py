@@ -310,12 +310,13 @@ def fresh_graphs() -> Iterator[None]:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("stage", [2, 3])
 def test_a_whole_model_that_is_compiled_trains_and_is_warned_of_once(
-    caplog: pytest.LogCaptureFixture, fresh_graphs: None
+    stage: int, caplog: pytest.LogCaptureFixture, fresh_graphs: None
 ) -> None:
     hashes = []
     for how in ("not", "whole"):
-        model, optimizer, _ = train(0, Run(stage=3, steps=0))
+        model, optimizer, _ = train(0, Run(stage=stage, steps=0))
         called = torch.compile(model, backend="aot_eager") if how == "whole" else model
         for step in range(3):
             loss_of(called, batch_of(step, 0, 0)).backward()
@@ -324,18 +325,13 @@ def test_a_whole_model_that_is_compiled_trains_and_is_warned_of_once(
         hashes.append(hash_of_training(model, optimizer))
     assert hashes[0] == hashes[1]
     (text,) = [record.getMessage() for record in caplog.records if record.name == "shardcore"]
-    assert text.startswith(
-        "forward: torch.compile is around the whole model; expected it around its blocks: at stage "
-        "3 weights"
-    )
-    assert "for block in model.blocks: block.compile()" in text
+    assert text.startswith("forward: torch.compile is around the whole model.")
+    assert "Pass compile=True to shard() instead" in text
 
 
 def test_one_graph_for_a_whole_model_is_refused_with_what_to_compile(fresh_graphs: None) -> None:
     model, _, _ = train(0, Run(stage=3, steps=0))
-    with pytest.raises(
-        Exception, match=r"compile the blocks \(for block in model\.blocks: block\.compile\(\)\)"
-    ):
+    with pytest.raises(Exception, match=r"Use shard\(compile=True\) or shard\(compile={...}\)"):
         torch.compile(model, backend="aot_eager", fullgraph=True)(batch_of(0, 0, 0)[0])
 
 

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from numbers import Integral, Real
 from typing import Any
 
+import torch
+
 # (what has the value, the value as given) -> checked value; raises TypeError, ValueError or
 # NotImplementedError
 Check = Callable[[str, Any], Any]
@@ -84,3 +86,33 @@ BELOW_1 = number(0.0, math.nextafter(1.0, 0.0), "a number in [0, 1)")
 COUNT = integer(1, math.inf, "at least 1")
 SIZE = integer(0, math.inf, "at least 0")
 FLAG = instance(bool, "true or false")
+
+
+def check_loss(op: str, loss: Any) -> None:
+    """Raise TypeError or ValueError for a loss that backward cannot begin with."""
+    if not isinstance(loss, torch.Tensor):
+        raise TypeError(
+            f"{op}: loss has type {type(loss).__name__}; expected a tensor of one element"
+        )
+    if loss.numel() != 1:
+        raise ValueError(
+            f"{op}: loss has shape {tuple(loss.shape)}; expected one element (take its mean or sum)"
+        )
+    if not loss.requires_grad:
+        raise ValueError(
+            f"{op}: loss does not require a gradient; expected one computed by engine(...) outside "
+            f"no_grad"
+        )
+
+
+def refuse_deepcompile(schedule: Any, compiled_autograd_enabled: Any) -> None:
+    """Raise NotImplementedError for the arguments of engine.compile that belong to DeepCompile."""
+    for name, value in (
+        ("schedule", schedule),
+        ("compiled_autograd_enabled", compiled_autograd_enabled),
+    ):
+        if value:
+            raise NotImplementedError(
+                f"compile: {name} has {value!r}. shardcore does not support DeepCompile; leave "
+                f"{name} out"
+            )

@@ -633,9 +633,18 @@ _TABLE: dict[str, Any] = {
         "PipelineModule's own arguments set it, or there is no choice"
     ),
     "hybrid_engine": _refused("generate inside shardcore.full_params(model)"),
-    "compile": _refused(
-        "apply torch.compile to the model's blocks", harmless=({"deepcompile": False},)
-    ),
+    "compile": {
+        "deepcompile free_activation offload_activation offload_opt_states offload_parameters "
+        "symmetric_memory passes": _refused(
+            "shardcore does not support DeepCompile; engine.compile() compiles each unit"
+        ),
+        "free_activation_threshold double_buffer debug_log sync_before_reduce sync_after_reduce "
+        "sync_before_allgather sync_after_allgather keep_int_input_tensors "
+        "keep_all_input_tensors": _accepted("it has no effect without DeepCompile"),
+        "enabled backend kwargs": _accepted(
+            "the configuration compiles nothing; call engine.compile(backend, compile_kwargs)"
+        ),
+    },
     "weight_quantization": _refused("it is for inference"),
     "data_efficiency": _refused("sample in your own DataLoader"),
     "autotuning": _refused("use `shardcore estimate`"),

@@ -27,11 +27,14 @@ from shardcore.checkpoint.format import named_parameters
 from shardcore.checkpoint.load import LoadOptions, has_checkpoint, load_from, open_together
 from shardcore.checkpoint.save import Content, finish_saving, write_checkpoint
 from shardcore.checkpoint.source import Source
+from shardcore.deepspeed.checks import check_loss, refuse_deepcompile
 from shardcore.deepspeed.config import ZERO, BatchSizes, Config
 from shardcore.deepspeed.loaders import ShardedLoader
 from shardcore.deepspeed.monitor import MonitorMaster, step_events
 from shardcore.deepspeed.step_report import StepReport
 from shardcore.distributed.everyone import Everyone
+from shardcore.engine.agreement import attempt
+from shardcore.engine.compiled import compile_together
 from shardcore.engine.engine import Engine
 from shardcore.optim import ShardableOptimizer
 from shardcore.optim.interface import Superseded
@@ -87,6 +90,7 @@ class ForwardEngine(metaclass=_Kind):
     lr_scheduler: Any = None
     collate_fn: Callable[[list[Any]], Any] | None = None
     sparse_tensor_module_names: frozenset[str] = frozenset()  # gradients of embeddings are dense
+    is_compiled = False  # by compile()
     _shuffles = True  # loaders of training data that are made here
 
     def __init__(
@@ -209,12 +213,26 @@ class ForwardEngine(metaclass=_Kind):
         if self._core.unsharder is not None:
             self._core.unsharder.pool.shrink(0)
 
-    def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Raise NotImplementedError: compile the blocks of a sharded model, not the whole model."""
-        raise NotImplementedError(
-            "compile: torch.compile is asked for around the whole model; expected it around its "
-            "blocks: for block in blocks: block.compile()"
-        )
+    def compile(
+        self,
+        backend: str | Callable[..., Any] = "inductor",
+        compile_kwargs: Mapping[str, Any] | None = None,
+        schedule: Any = None,
+        compiled_autograd_enabled: bool = False,
+    ) -> None:
+        """Compile the forward of each unit of the model except the root, by torch.compile.
+        Collective. See the option compile of shardcore.shard.
+
+        backend, compile_kwargs: arguments of torch.compile.
+
+        Raises NotImplementedError for schedule and compiled_autograd_enabled (DeepCompile), and
+        ValueError or TypeError for other bad arguments, on every rank.
+        """
+        problems: list[BaseException] = []
+        attempt(problems, lambda: refuse_deepcompile(schedule, compiled_autograd_enabled))
+        arguments = {**(compile_kwargs or {}), "backend": backend}
+        compile_together("compile", self._core, arguments, problems)
+        self.is_compiled = True
 
     def module_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any]:
         """Return the full state dict of the model, from the masters. Collective.
@@ -527,22 +545,6 @@ class ForwardEngine(metaclass=_Kind):
 _engines: "weakref.WeakSet[TrainingEngine]" = weakref.WeakSet()
 
 
-def _check_loss(op: str, loss: Any) -> None:
-    if not isinstance(loss, torch.Tensor):
-        raise TypeError(
-            f"{op}: loss has type {type(loss).__name__}; expected a tensor of one element"
-        )
-    if loss.numel() != 1:
-        raise ValueError(
-            f"{op}: loss has shape {tuple(loss.shape)}; expected one element (take its mean or sum)"
-        )
-    if not loss.requires_grad:
-        raise ValueError(
-            f"{op}: loss does not require a gradient; expected one computed by engine(...) outside "
-            f"no_grad"
-        )
-
-
 def grad_scale_of(core: Engine) -> float:
     """Return what the next step() multiplies the gradients in `core` by: not 1 after a plain
     backward while accumulating.
@@ -614,7 +616,7 @@ class TrainingEngine(ForwardEngine):
 
         The result has the dtype of `loss`. With fp16 backward runs on the scaled loss.
         """
-        _check_loss("backward", loss)
+        check_loss("backward", loss)
         dtype = loss.dtype
         if scale_wrt_gas and self._sizes.accumulation > 1:
             is_low = dtype in (torch.bfloat16, torch.float16)
@@ -631,7 +633,7 @@ class TrainingEngine(ForwardEngine):
         """Return `loss` (one element) times the loss scale, to call `backward()` on it. Without
         fp16, return it unchanged.
         """
-        _check_loss("scale", loss)
+        check_loss("scale", loss)
         self._scaled += 1
         return self.optimizer.scale_loss(loss)
 

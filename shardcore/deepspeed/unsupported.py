@@ -31,7 +31,7 @@ _COUNTERPARTS = {
         "code without it: it is internal to DeepSpeed"
     ),
     "compile ops.compile runtime.compiler": (
-        "block.compile() of the model's blocks before initialize"
+        "engine.compile(), which compiles each unit by torch.compile"
     ),
     "compression": "a library for compression, before or after the training",
     "datastates io nebula runtime.checkpoint_engine": (

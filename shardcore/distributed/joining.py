@@ -1,5 +1,6 @@
 """The groups among shard's arguments: how a rank finds the other ranks that train its model."""
 
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -8,6 +9,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardcore.distributed.comm import Comm
 from shardcore.distributed.groups import NotAMemberError
+from shardcore.distributed.launchers import ranks_on_machine
+
+logger = logging.getLogger("shardcore")
 
 SLICES = "the mesh of the DTensors"
 
@@ -91,3 +95,29 @@ def _across(
                 "group of the ranks with the other parts"
             )
     return Comm(group, gpu=gpu)
+
+
+_advised = False  # of ranks_per_node, in this process
+
+
+def advise_nodes(comm: Comm, backend_sums: bool) -> None:
+    """Advise once to set ranks_per_node, if gradients are exchanged over several nodes as over one:
+    much of that exchange is exposed.
+    """
+    global _advised
+    local = ranks_on_machine() or comm.world_size
+    if _advised or comm.rank != 0 or not comm.uses_nccl or backend_sums:
+        return
+    flat = comm.topology.nodes == 1 and comm.world_size == dist.get_world_size()
+    equal_nodes = 1 < local < comm.world_size and comm.world_size % local == 0
+    if flat and equal_nodes:
+        _advised = True
+        logger.warning(
+            "shard: gradients are exchanged over all %d ranks at once, of which %d share a node; "
+            "expected ranks_per_node=%d, "
+            "which sends less between nodes (its own bits, the same at every stage), or "
+            'reduction="nccl" (docs/scaling.md)',
+            comm.world_size,
+            local,
+            local,
+        )

@@ -221,9 +221,9 @@ class Engine:
             self._refuse_wrappers(module)
             self.reducer.settle()
         if (unsharder := self.active_unsharder) is not None:
-            if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
-                unsharder.warn_of_compiling()
             unsharder.begin_forward()
+        if torch.compiler.is_compiling() and not torch.compiler.is_exporting():
+            self.mistakes.warn_of_compiling()
         if (
             self.commits is not None
             and torch.is_grad_enabled()

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from shardcore.engine.build import become, check_unwrapped
+from shardcore.engine.compiled import take_off_compiled
 from shardcore.engine.engine import Engine, engine_behind
 from shardcore.engine.model_state import begin_load, begin_read, end_load, end_read
 from shardcore.engine.quantized import (
@@ -248,6 +249,8 @@ def take_off(model: nn.Module, engine: Engine) -> None:
         model.__dict__.pop(name, None)
     if isinstance(model.__dict__.get("save_pretrained"), Method):
         del model.__dict__["save_pretrained"]
+    for module in model.modules():
+        take_off_compiled(module)
 
 
 class _EngineHook:

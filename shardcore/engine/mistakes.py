@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from shardcore.torch_private import compiled_parts, is_compiled
+from shardcore.torch_private import compiled_parts, disable_dynamo, is_compiled
 
 logger = logging.getLogger("shardcore")
 
@@ -83,6 +83,16 @@ class Mistakes:
                 GRAD_SYNC,
             )
 
+    @disable_dynamo
+    def warn_of_compiling(self) -> None:
+        """Warn that the forward of the whole model is being compiled."""
+        if self._speaks:
+            self._say(
+                "forward: torch.compile is around the whole model. Its graph ends at each hook of "
+                "shardcore, and gradients are reduced only after the backward of a whole graph. "
+                "Pass compile=True to shard() instead, which compiles each unit."
+            )
+
     def warn_of_lost_edits(self, names: Sequence[str]) -> None:
         """Warn of edits of these weights by name, before the step reverts them."""
         more = f", and {len(names) - 3} more" if len(names) > 3 else ""
@@ -119,7 +129,7 @@ def warn_of_compiled(model: nn.Module, units: Sequence[str], sharded: bool) -> N
             break
     if what:
         logger.warning(
-            "shard: %s Call shard() first, then compile the blocks: for block in model.blocks: "
-            "block.compile()",
+            "shard: %s Do not call torch.compile. Pass compile=True to shard(), which compiles "
+            "each unit.",
             what,
         )

@@ -240,7 +240,7 @@ def _note_profile(runs: bool) -> None:
 # Shown by torch.compile, too, where it must not cut the graph (fullgraph=True).
 _COMPILE_BLOCKS = (
     "at stage 3 weights are gathered and freed by unit, which a graph cannot hold, so it is cut "
-    "there; compile the blocks (for block in model.blocks: block.compile()), without fullgraph=True"
+    "there. Use shard(compile=True) or shard(compile={...}), which compiles each unit"
 )
 
 
@@ -309,7 +309,6 @@ class Unsharder:
         on_profiles_with_stack(_note_profile)
         self._unit_of = {bucket: unit for unit in units for bucket in unit.buckets}
         self._forward, self._backward = Order(), Order()
-        self._warned = False
         # Called from hooks of modules that may be compiled in place: torch.compile must not look
         # inside.
         of_units = "before_hooks", "before_forward", "after_forward", "before_part", "after_part"
@@ -318,7 +317,6 @@ class Unsharder:
             *of_units,
             "begin_forward",
             "end_forward",
-            "warn_of_compiling",
             reason=_COMPILE_BLOCKS,
         )
 
@@ -366,18 +364,6 @@ class Unsharder:
                 f"does not gather them; "
                 f"expected shardcore.full_params(model) around {name}, or stage 0, 1 or 2"
             )
-
-    def warn_of_compiling(self) -> None:
-        """Say once that the forward of the whole model is being compiled, and what to compile
-        instead.
-        """
-        if not self._warned and self.comm.rank == 0:
-            logger.warning(
-                "forward: torch.compile is around the whole model; expected it around its blocks: "
-                "%s",
-                _COMPILE_BLOCKS,
-            )
-        self._warned = True
 
     def begin_forward(self) -> None:
         """Begin a forward of the whole model (not one that backward repeats)."""

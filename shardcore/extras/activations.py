@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from shardcore._native import _C
 from shardcore.distributed.comm import gather_flat
+from shardcore.engine.compiled import UnitForward, compiled_inside
 from shardcore.engine.units import plan_units
 from shardcore.optim.state_format import in_memory
 
@@ -33,6 +34,11 @@ class CheckpointOptions:
     offload_to_cpu: bool = False
     partition: dist.ProcessGroup | None = None
     save: tuple[Any, ...] = ()
+
+    @property
+    def moves_inputs(self) -> bool:
+        """Whether inputs are kept elsewhere, by code that torch.compile cannot trace."""
+        return self.offload_to_cpu or self.partition is not None
 
     def __deepcopy__(self, memo: Any) -> "CheckpointOptions":
         return self  # a process group has no copies
@@ -75,7 +81,7 @@ def checkpoint_wrapper(
         raise ValueError(
             f"checkpoint_wrapper: the {type(module).__name__} is already wrapped. Wrap it only once"
         )
-    if "forward" in vars(module):
+    if not isinstance(vars(module).get("forward"), UnitForward | None):
         raise ValueError(
             "checkpoint_wrapper: another library replaced the forward of this "
             f"{type(module).__name__}. Wrap it before forward is replaced"
@@ -154,8 +160,16 @@ class _Checkpointed:
 
     _shardcore_checkpoint: CheckpointOptions
 
+    @property
+    def _shardcore_compiles_inside(self) -> bool:
+        return self._shardcore_checkpoint.moves_inputs
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        return run_checkpointed(self._shardcore_checkpoint, super().forward, *args, **kwargs)  # type: ignore[misc]
+        forward: Any = super().forward  # type: ignore[misc]
+        options = self._shardcore_checkpoint
+        if options.moves_inputs:
+            forward = compiled_inside(self, forward)  # type: ignore[arg-type]
+        return run_checkpointed(options, forward, *args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         reduced: Any = super().__reduce_ex__(protocol)
@@ -180,7 +194,7 @@ def _saved_inputs(options: CheckpointOptions) -> Any:
     """Return a context in which what autograd saves is kept as `options` say: inputs, as torch
     has hooks of its own inside.
     """
-    if not options.offload_to_cpu and options.partition is None:
+    if not options.moves_inputs:
         return nullcontext()
     call = _Call()
 

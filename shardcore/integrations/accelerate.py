@@ -53,6 +53,7 @@ _WITHOUT_OPTIMIZER = (
     "broadcast",
     "process_group",
     "materialize",
+    "compile",
 )
 
 
@@ -63,13 +64,13 @@ class ShardcoreAccelerator(Accelerator):
         A model on the meta device (init_empty_weights) requires materialize: a folder for
         pretrained weights, or None to initialize at random.
         precision follows mixed_precision: weights use this dtype with float32 masters, in place of
-        autocast.
+        autocast. compile follows dynamo_backend or dynamo_plugin: each unit is compiled.
 
     Accelerate's own arguments are supported by name. Arguments for DistributedDataParallel have no
     effect.
 
     Raises ValueError for plugins of other engines, and for arguments without effect:
-    GradScalerKwargs, AutocastKwargs, dynamo.
+    GradScalerKwargs, AutocastKwargs.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class ShardcoreAccelerator(Accelerator):
         precision = str(mixed_precision)
         check_names("shard_options", shard_options or {}, (*OPTIONS, *GROUPS))
         _check_arguments(precision, kwargs)
+        self._compile = _compile_of(kwargs, shard_options or {})
         super().__init__(mixed_precision="no", **kwargs)
         if self.distributed_type in (
             DistributedType.DEEPSPEED,
@@ -182,6 +184,7 @@ class ShardcoreAccelerator(Accelerator):
         # a model of init_empty_weights may be a pretrained one: no random weights in silence
         options.setdefault("materialize", required)
         check_model(model)
+        options.setdefault("compile", self._compile)
         precision = None if self._precision == "no" else self._precision
         chosen = dtype_name(options.setdefault("precision", precision))
         if precision is not None and chosen != precision:
@@ -414,13 +417,24 @@ def _check_arguments(precision: str, kwargs: Mapping[str, Any]) -> None:
                 f"none: there is no autocast "
                 '(shard_options={"precision": ..., "loss_scale": ...})'
             )
-    # or the environment's
-    dynamo = kwargs.get("dynamo_plugin") or TorchDynamoPlugin(backend=kwargs.get("dynamo_backend"))
-    if dynamo.backend.value != "NO":
+
+
+def _compile_of(
+    kwargs: Mapping[str, Any], shard_options: Mapping[str, Any]
+) -> dict[str, Any] | bool:
+    """Return the option compile of `shard` for Accelerate's arguments, or for the environment of
+    accelerate launch. False if neither names a backend.
+    """
+    plugin = kwargs.get("dynamo_plugin") or TorchDynamoPlugin(backend=kwargs.get("dynamo_backend"))
+    if plugin.backend.value == "NO":
+        return False
+    if "compile" in shard_options:
         raise ValueError(
-            f"ShardcoreAccelerator: the dynamo backend is {dynamo.backend.value.lower()}; expected "
-            "none, in accelerate launch too (compile the blocks: block.compile())"
+            f"ShardcoreAccelerator: the dynamo backend is {plugin.backend.value.lower()}, and "
+            f"shard_options has compile={shard_options['compile']!r}. Use one of them"
         )
+    arguments: dict[str, Any] = plugin.to_kwargs()
+    return arguments
 
 
 def check_model(model: nn.Module) -> None:

@@ -96,8 +96,9 @@ class ShardcoreTrainerMixin(_Base):
 
     shard_options: keyword arguments of `shard`. The training arguments set accumulation, clipping
         and precision. With `bf16` or `fp16` weights use this dtype with float32 masters, in place
-        of autocast. A model on the meta device requires materialize: a folder for pretrained
-        weights, or None to initialize at random.
+        of autocast. With `torch_compile` each unit is compiled.
+        A model on the meta device requires materialize: a folder for pretrained weights, or None to
+        initialize at random.
 
     Alternatively the training arguments contain `deepspeed=`: a DeepSpeed configuration, with
     "auto" resolved from the arguments. With neither, the model trains at stage 2. All other
@@ -414,8 +415,6 @@ def _check_training_arguments(args: TrainingArguments) -> None:
         "save_on_each_node": "each rank writes its shards to one folder",
         "fp16_full_eval": "weights are in the dtype that they train in: use fp16",
         "bf16_full_eval": "weights are in the dtype that they train in: use bf16",
-        "torch_compile": "a compiled model has a graph break at each hook: compile the blocks, "
-        "block.compile()",
     }
     for name, why in refused.items():
         if getattr(args, name, None):

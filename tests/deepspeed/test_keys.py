@@ -41,14 +41,23 @@ def test_every_key_has_a_kind_and_says_why() -> None:
         ("compression_training", {"weight_quantization": {"shared_parameters": {"enabled": True}}}),
         ("compression_training", {"layer_reduction": {}}),
         ("sparse_attention", {"mode": "fixed"}),
-        ("compile", {"backend": "inductor"}),
+        ("compile.deepcompile", True),
+        ("compile.passes", ["z3"]),
     ],
 )
 def test_what_is_on_is_refused(key: str, value: Any) -> None:
     assert KEYS[key].kind in ("refused", "removed")
     assert not KEYS[key].is_off(value)
+    section, _, name = key.rpartition(".")
     with pytest.raises(ValueError, match=f"config {key} is not supported"):
-        read_config(BASE | {key: value})
+        read_config(BASE | {section or key: {name: value} if section else value})
+
+
+def test_a_section_compile_alone_is_accepted_with_what_to_call() -> None:
+    section = {"deepcompile": False, "enabled": True, "backend": "inductor", "debug_log": True}
+    lines = read_config(BASE | {"compile": section}).accepted
+    assert any("compile.backend" in line and "engine.compile(" in line for line in lines)
+    assert any("compile.debug_log" in line for line in lines)
 
 
 def test_notes_are_ignored_as_in_deepspeed() -> None:

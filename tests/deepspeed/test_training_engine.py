@@ -699,3 +699,71 @@ def test_the_engine_says_what_was_configured() -> None:
     assert engine.managed_gradient_accumulation()
     assert engine.gradient_clipping() == 0.0
     assert engine.config is config
+
+
+# --- torch.compile --------------------------------------------------------------------------------
+
+
+class Graphs:
+    """A backend that runs graphs as they are, and counts them."""
+
+    count = 0
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        self.count += 1
+        return graph.forward
+
+
+def _compiled(rank: int, world_size: int, stage: int) -> tuple[list[str], list[int]]:
+    """Train without, with the section alone, and with a call of engine.compile."""
+    hashes, counts = [], []
+    for section, calls in ((False, False), (True, False), (True, True)):
+        torch._dynamo.reset()
+        config = ds_config(2, zero_optimization={"stage": stage})
+        if section:
+            config["compile"] = {"deepcompile": False, "backend": "inductor"}
+        engine, graphs = start(config), Graphs()
+        assert not engine.is_compiled
+        if calls:
+            engine.compile(backend=graphs, compile_kwargs={"fullgraph": True})
+        assert engine.is_compiled == calls
+        compiled = ["forward" in vars(block) for block in engine.module.blocks]
+        assert compiled == [calls] * len(compiled)
+        train(engine, rank, 2)
+        hashes.append(hash_of_training(engine, engine.optimizer))
+        counts.append(graphs.count)
+    return hashes, counts
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_compile_compiles_each_unit_and_the_configuration_alone_compiles_nothing(
+    stage: int,
+) -> None:
+    for hashes, counts in run_ranks(2, _compiled, stage):
+        assert len(set(hashes)) == 1
+        assert counts == [0, 0, 1]
+
+
+def _bad_compile(rank: int, world_size: int, of_rank: list[Any]) -> str:
+    engine = start(ds_config(2, zero_optimization={"stage": 2}))
+    try:
+        engine.compile(**of_rank[rank])
+    except Exception as error:
+        assert not engine.is_compiled
+        assert "forward" not in vars(engine.module.blocks[0])
+        return f"{type(error).__name__}: {error}"
+    return "nothing was raised"
+
+
+@pytest.mark.cases(2)
+@pytest.mark.parametrize(
+    ("of_rank", "match"),
+    [
+        ([{"schedule": [(0, [])]}] * 2, "NotImplementedError: compile: schedule has"),
+        ([{"compiled_autograd_enabled": True}, {}], "compiled_autograd_enabled"),
+        ([{"backend": "eager"}, {"backend": "aot_eager"}], "aot_eager"),
+        ([{"compile_kwargs": {"mode": "fastest"}}] * 2, "mode=fastest"),
+    ],
+)
+def test_bad_arguments_of_compile_raise_on_every_rank(of_rank: list[Any], match: str) -> None:
+    assert all(match in message for message in run_ranks(2, _bad_compile, of_rank))

@@ -13,8 +13,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.device_mesh import init_device_mesh
 
 import shardcore
-from shardcore import api
 from shardcore.distributed import comm as comm_module
+from shardcore.distributed import joining
 from shardcore.distributed.comm import Comm, Traffic
 from shardcore.distributed.groups import group_beside
 from shardcore.distributed.topology import Topology
@@ -152,7 +152,7 @@ def test_on_nccl_levels_are_collectives_of_groups_and_a_node_sends_each_byte_onc
 def _advice(rank: int, world_size: int, local: str, shard: dict[str, Any]) -> list[str]:
     """Return what shard says of nodes, of two models."""
     with as_on_nccl() as patch, logged() as said:
-        patch.setattr(api, "_advised", False)
+        patch.setattr(joining, "_advised", False)
         patch.setenv("LOCAL_WORLD_SIZE", local)
         for _ in range(2):
             _start(rank, FLAT, steps=0, shard=shard)

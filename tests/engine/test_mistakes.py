@@ -271,4 +271,4 @@ def test_compile_around_units_before_shard_is_named(
     assert len(said) == (text is not None)
     for warning in said:
         assert re.search(text or "", warning)
-        assert "Call shard() first" in warning
+        assert "Pass compile=True to shard()" in warning

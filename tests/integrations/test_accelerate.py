@@ -17,7 +17,7 @@ pytest.importorskip("accelerate", reason="tests with Accelerate and Trainer")
 pytest.importorskip("transformers", reason="tests with transformers")
 
 from accelerate import Accelerator, cpu_offload, dispatch_model, init_empty_weights
-from accelerate.utils import GradScalerKwargs, ProjectConfiguration
+from accelerate.utils import GradScalerKwargs, ProjectConfiguration, TorchDynamoPlugin
 from safetensors.torch import load_file
 
 import shardcore
@@ -337,8 +337,6 @@ def test_what_would_have_no_effect_is_refused(options: dict[str, Any], match: st
     ("name", "value", "match"),
     [
         ("ACCELERATE_USE_FSDP", "true", "the environment sets ACCELERATE_USE_FSDP=true"),
-        # accelerate launch's
-        ("ACCELERATE_DYNAMO_BACKEND", "INDUCTOR", "the dynamo backend is inductor; expected none"),
     ],
 )
 def test_other_engines_of_the_environment_are_refused(
@@ -347,6 +345,37 @@ def test_other_engines_of_the_environment_are_refused(
     monkeypatch.setenv(name, value)
     with launched(0, 1), pytest.raises(ValueError, match=match):
         ShardcoreAccelerator(cpu=True)
+
+
+def _compiles(**more: Any) -> tuple[list[bool], float]:
+    with launched(0, 1):
+        accelerator = make({"stage": 2}, **more)
+        things = prepared(accelerator)
+        losses, _ = loop(accelerator, things, list(things[2])[:2])
+        return ["forward" in vars(block) for block in things[0].transformer.h], losses[-1]
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("way", ["argument", "plugin", "environment"])
+def test_a_dynamo_backend_compiles_each_block(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = _compiles()
+    if way == "environment":  # of accelerate launch
+        monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "EAGER")
+        found = _compiles()
+    elif way == "plugin":
+        found = _compiles(dynamo_plugin=TorchDynamoPlugin(backend="eager", dynamic=False))
+    else:
+        found = _compiles(dynamo_backend="eager")
+    assert expected == ([False, False], found[1])
+    assert found[0] == [True, True]
+
+
+def test_two_ways_to_compile_are_refused() -> None:
+    with (
+        launched(0, 1),
+        pytest.raises(ValueError, match=r"dynamo backend is eager, .*compile=True"),
+    ):
+        make({"compile": True}, dynamo_backend="eager")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Accelerate counts ranks with GPUs")

@@ -710,3 +710,28 @@ def test_a_model_that_deepspeed_has_partitioned_is_refused(tmp_path: Path) -> No
     trainer = ShardcoreTrainer(model=model, args=arguments(str(tmp_path)), train_dataset=rows(8))
     with pytest.raises(ValueError, match=r"wpe\.weight was made under deepspeed\.zero\.Init"):
         trainer.train()
+
+
+def _compiled(rank: int, world_size: int, out: str) -> tuple[list[str], list[bool]]:
+    hashes, compiled = [], []
+    for changes in ({}, {"torch_compile_backend": "eager", "torch_compile_mode": "default"}):
+        with launched(rank, world_size):
+            seed_everything(0)
+            args = arguments(out, **changes)
+            trainer = ShardcoreTrainer(
+                model=tiny_gpt2(),
+                args=args,
+                train_dataset=rows(64),
+                shard_options={"stage": 3},
+            )
+            trainer.train()
+            hashes.append(result_of(trainer)["hash"])
+            compiled += ["forward" in vars(block) for block in trainer.model.transformer.h]
+    return hashes, compiled
+
+
+@pytest.mark.more
+def test_torch_compile_compiles_each_block(tmp_path: Path) -> None:
+    for hashes, compiled in run_ranks(2, _compiled, str(tmp_path)):
+        assert hashes[0] == hashes[1]
+        assert compiled == [False, False, True, True]
