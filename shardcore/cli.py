@@ -268,11 +268,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         status: int = parsed.run(parsed)
     except of_users as error:
-        if parsed.run is launch.run:
-            parsed.parser.error(str(error))
-        # without the usage, which would hide the cause
         command_name = parsed.parser.prog
         message = str(error).removeprefix(f"{command_name.rpartition(' ')[2]}: ")
+        if parsed.run is launch.run:
+            parsed.parser.error(message)
+        # without the usage, which would hide the cause
         parsed.parser.exit(2, f"{command_name}: error: {message}\n")
     # threads of torch's agent and store may abort this process's end (2.13)
     if arguments is None and parsed.run is launch.run:

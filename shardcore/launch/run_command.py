@@ -42,6 +42,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         names += [word.replace("_", "-") for word in names if "_" in word]  # torchrun's spelling
         if kind is bool:
             parser.add_argument(*names, action="store_true", help=text)
+        elif kind is int:
+            parser.add_argument(*names, metavar=metavar, action=_Number, help=text)
         else:
             parser.add_argument(*names, metavar=metavar, type=kind, help=text)
     parser.add_argument(
@@ -53,17 +55,44 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rest.required = False  # else argparse asks for ARGUMENTS where PROGRAM is missing
 
 
-def _ranks(text: str) -> int | None:
-    """Return a number of ranks; None, the default, for torchrun's "gpu" and "auto"."""
-    if text in ("gpu", "auto"):
-        return None
-    return _number(text)
+# The smallest value of each number.
+_LEAST = {
+    "num_gpus": 1,
+    "num_nodes": 1,
+    "master_port": 1,
+    "max_restarts": 0,
+    "node_rank": 0,
+    "ssh_port": 1,
+}
 
 
-def _number(text: str) -> int:
-    if not text.removeprefix("-").isdigit():  # such as torchrun's 1:4
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number")
-    return int(text)
+class _Number(argparse.Action):
+    """Stores a whole number; None, the default, for torchrun's "gpu" and "auto" ranks. Errors name
+    the option as it was typed.
+    """
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: Any,
+        option_string: str | None = None,
+    ) -> None:
+        if self.dest == "num_gpus" and values in ("gpu", "auto"):
+            setattr(namespace, self.dest, None)
+            return
+        least = _LEAST[self.dest]
+        if self.dest == "num_nodes" and ":" in values:
+            parser.error(
+                f"{option_string} is {values}; elastic ranges are not supported. Give one number"
+            )
+        if not values.removeprefix("-").isdecimal():
+            parser.error(f"{option_string} is {values}; expected a whole number")
+        if int(values) < least:
+            parser.error(f"{option_string} is {values}; expected at least {least}")
+        if self.dest in ("master_port", "ssh_port") and int(values) > 65535:
+            parser.error(f"{option_string} is {values}; expected at most 65535")
+        setattr(namespace, self.dest, int(values))
 
 
 # Options of other launchers, and ours in their place.
@@ -84,6 +113,9 @@ _OTHERS = {
     "launcher": "leave it out: a hostfile means ssh; under a scheduler pass --node_rank",
     "np": "use --num_gpus",
     "n": "use --num_gpus",
+    "nproc": "use --num_gpus",
+    "nprocs": "use --num_gpus",
+    "gpus": "use --num_gpus",
 }
 
 
@@ -93,14 +125,14 @@ _OPTIONS: tuple[tuple[str, str, Callable[[str], Any], str], ...] = (
     (
         "--num_gpus --num_accelerators --nproc_per_node",
         "N",
-        _ranks,
+        int,
         "number of ranks on each machine. Each rank uses one GPU, or the CPU with gloo on a "
         "machine without GPUs (default: the slots of the hostfile, or the number of GPUs, or 1)",
     ),
     (
         "--num_nodes --nnodes",
         "N",
-        _number,
+        int,
         "use the first N hosts of the hostfile; with --node_rank: the number of machines",
     ),
     (
@@ -284,18 +316,6 @@ def plan(options: argparse.Namespace) -> list[NodePlan]:
 
 
 def _check(options: argparse.Namespace) -> None:
-    for name, least in (
-        ("num_gpus", 1),
-        ("num_nodes", 1),
-        ("max_restarts", 0),
-        ("node_rank", 0),
-        ("master_port", 1),
-    ):
-        value = getattr(options, name)
-        if value is not None and value < least:
-            raise ValueError(f"run: --{name} is {value}; expected at least {least}")
-    if options.master_port is not None and options.master_port > 65535:
-        raise ValueError(f"run: --master_port is {options.master_port}; expected at most 65535")
     if options.module and options.no_python:
         raise ValueError("run: --module and --no_python are both given; expected one of them")
     if options.as_deepspeed and options.no_python:

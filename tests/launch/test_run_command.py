@@ -179,9 +179,12 @@ def test_sagemaker(monkeypatch: pytest.MonkeyPatch) -> None:
     ("words", "text"),
     [
         (["--num_gpus", "0"], "--num_gpus is 0; expected at least 1"),
-        (["--nproc-per-node", "0"], "--num_gpus is 0; expected at least 1"),
-        (["--nproc-per-node", "cpu"], "'cpu' is not a whole number"),
-        (["--nnodes", "1:4"], "'1:4' is not a whole number"),
+        (["--nproc-per-node", "0"], "error: --nproc-per-node is 0; expected at least 1"),
+        (["--nproc-per-node=cpu"], "error: --nproc-per-node is cpu; expected a whole number"),
+        (["--master_port", "gpu"], "error: --master_port is gpu; expected a whole number"),
+        (["--nnodes", "1:4"], "--nnodes is 1:4; elastic ranges are not supported. Give one number"),
+        (["--nproc", "2"], "unknown option --nproc; use --num_gpus"),
+        (["--gpus=2"], "unknown option --gpus; use --num_gpus"),
         (["--nnodes", "2"], "--num_nodes is 2 but there is no hostfile"),
         (["--standalone"], "unknown option --standalone; leave it out"),
         (["--rdzv-endpoint=h:1"], "unknown option --rdzv-endpoint; use --master_addr"),
@@ -224,6 +227,7 @@ def test_what_is_refused(words: list[str], text: str, capsys: Any) -> None:
     lines = capsys.readouterr().err.splitlines()
     assert lines[0] == "usage: shardcore run [OPTIONS] PROGRAM [ARGUMENTS]"
     assert lines[-1].startswith("shardcore run: error: ")
+    assert "error: run: " not in lines[-1]
     assert text in lines[-1]
 
 
