@@ -54,8 +54,9 @@ def activations_of(
             return _by_formula(config, dtype, batch, length)
         raise ValueError(
             f"estimate: a forward of {type(model).__name__} with token ids ({batch}, {length}) "
-            f"raised {type(error).__name__}: {first_line(error)}; pass --activations GIB in place "
-            f"of --batch and --seq-len"
+            f"raised {type(error).__name__}: {first_line(error).rstrip('.')}. Leave out --batch "
+            "and --seq-len; with --fit, --device-memory and --host-memory pass --activations GIB "
+            "instead"
         ) from error
 
 

@@ -30,26 +30,21 @@ from shardcore.optim import FusedAdam
 from shardcore.options import CHOICES, DTYPES, dtype_name
 
 _KINDS = ("weights", "gradients", "master", "states", "communication")
-_GIB = 2**30
+_SIZES = {"GiB": 2**30, "MiB": 2**20}
+_GIB = _SIZES["GiB"]
+_SMALL = 0.1  # GiB; tables without larger totals are in MiB
 # An allowance for the buffers that NCCL allocates for a communicator, outside of torch's allocator.
 # They grow with the channels and peers of a GPU, which NCCL chooses: users report 0.5 to 0.7 GB for
 # all-reduce among A100s (github.com/NVIDIA/nccl/issues/964) and 3 GB for an all-to-all among eight
 # H100s (issues/1685).
 _NCCL_GIB = 1.0
-_DISK_HEAD = [
-    "ranks",
-    "stage",
-    "GiB read per step",
-    "GiB written",
-    "GiB on disk",
-    "disk, s*",
-    "steps until worn*",
-]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of estimate to its parser."""
     parser.usage = "shardcore estimate MODEL [OPTIONS]"
+    ranks = dict.fromkeys(("gpus", "num_gpus", "nproc_per_node", "nproc"), "use --world-size")
+    parser.set_defaults(others=ranks)
     parser.add_argument(
         "model",
         metavar="MODEL",
@@ -238,9 +233,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         ),
     ):
         parser.add_argument(name, type=_rate, default=default, metavar="RATE", help=of)
-    parser.add_argument(
-        "--json", action="store_true", help="print JSON in bytes instead of a table in GiB"
-    )
+    parser.add_argument("--json", action="store_true", help="print JSON in bytes instead of tables")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -298,12 +291,14 @@ def run(options: argparse.Namespace) -> int:
         return 0
     first = predictions[0][2]
     most = max(_nccl_bytes(options, ranks, stage) for ranks, stage, _ in predictions)
+    largest = max(sum(entry[2].resting.by_tier.values()) for entry in predictions)
+    unit = "GiB" if largest >= _SMALL * _GIB else "MiB"
     below = ["activations"] * (activations is not None) + ["NCCL's buffers"] * (most > 0)
     excluded = f"The table excludes {' and '.join(below)}, which follow it. " if below else ""
     if activations is None:
         excluded += "Activations are not estimated without --batch and --seq-len."
     print(
-        f"{options.model}: {first.numel:,} parameters in {first.units} units. GiB of rank 0. "
+        f"{options.model}: {first.numel:,} parameters in {first.units} units. {unit} of rank 0. "
         f"{excluded.strip()}"
     )
     masters = "" if options.precision == "fp32" else f", {options.master} masters"
@@ -329,22 +324,23 @@ def run(options: argparse.Namespace) -> int:
         report = prediction.resting
         tiers = [report.by_tier.get(tier, 0) for tier in ("device", "cpu", *["nvme"] * on_disk)]
         sizes = [*(report.by_kind.get(kind, 0) for kind in _KINDS), *tiers, sum(tiers)]
-        cells = [_gib(count) for count in [*sizes, prediction.sent_bytes]]
+        cells = [_in(unit, count) for count in [*sizes, prediction.sent_bytes]]
         collectives = sum(transfer.collectives for transfer in prediction.transfers)
         rows.append([str(world_size), str(stage), *cells, str(collectives)])
     print(columns(rows))
     if activations is not None:
         print(
             f"activations of {options.batch} x {options.seq_len:,} tokens, on the device: "
-            f"{_gib(activations.whole)}, or {_gib(activations.checkpointed)} if each unit is "
-            f"checkpointed ({activations.source})"
+            f"{_in(unit, activations.whole)} {unit}, or {_in(unit, activations.checkpointed)} if "
+            f"each unit is checkpointed ({activations.source})"
         )
     if most:
-        print(f"NCCL's buffers, on the device: about {_gib(most)} (an allowance: --nccl)")
+        print(f"NCCL's buffers, on the device: about {_gib(most)} GiB (an allowance: --nccl)")
     if on_disk:
-        disk_rows = [_DISK_HEAD]
+        sizes_on_disk = [f"{unit} read per step", f"{unit} written", f"{unit} on disk"]
+        disk_rows = [["ranks", "stage", *sizes_on_disk, "disk, s*", "steps until worn*"]]
         for world_size, stage, prediction in predictions:
-            disk_rows.append([str(world_size), str(stage), *disk_row(prediction, rates)])
+            disk_rows.append([str(world_size), str(stage), *disk_row(prediction, rates, unit)])
         print("\n" + columns(disk_rows))
         print(
             f"* if one rank has the disk for itself, rated for {RATED_TBW} TB of writes: N ranks "
@@ -352,7 +348,7 @@ def run(options: argparse.Namespace) -> int:
         )
         print("  and wear it N times as fast")
     if len(predictions) == 1:
-        print("\n" + columns([["per step", "collectives", "GiB sent"], *_transfer_rows(first)]))
+        print("\n" + columns(_transfer_rows(first, unit)))
     return 0
 
 
@@ -373,6 +369,9 @@ def _check_flags(options: argparse.Namespace) -> None:
     ):
         if value is not None and not 0.0 <= value < math.inf:
             raise ValueError(f"estimate: {name} is {value:g}; expected 0 or more GiB")
+    for folder in options.disk or ():
+        if not Path(folder).is_dir():
+            raise ValueError(f"estimate: --disk {folder} is not an existing directory")
     units = options.units
     if units != "auto" and (isinstance(units, str) or units < 1):
         raise ValueError(
@@ -622,17 +621,17 @@ def _rate(text: str) -> float:
     return rate
 
 
-def disk_row(prediction: Prediction, rates: disk.Rates | None) -> list[str]:
-    """Return of a rank with states on disk the GiB read and written per step, and taken;
-    seconds; steps.
+def disk_row(prediction: Prediction, rates: disk.Rates | None, unit: str) -> list[str]:
+    """Return of a rank with states on disk the bytes read and written per step, and taken, in
+    `unit`; seconds; steps.
     """
     use = prediction.disk
     assert use is not None
     seconds = "-" if rates is None else f"{use.seconds(rates):.3g}"
     return [
-        _gib(use.read),
-        _gib(use.written),
-        _gib(use.space),
+        _in(unit, use.read),
+        _in(unit, use.written),
+        _in(unit, use.space),
         seconds,
         f"{use.steps_until_worn:,}",
     ]
@@ -645,13 +644,27 @@ def build(name: str) -> nn.Module:
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name:
         return _of_transformers(name)
-    sys.path.insert(0, os.getcwd())
-    try:
-        function = getattr(importlib.import_module(module_name), function_name)
-    except Exception as error:
+    if module_name.endswith(".py"):
         raise ValueError(
-            f"estimate: {name} was not found from {os.getcwd()}: {_said(error)}"
-        ) from error
+            f"estimate: MODEL is {name!r}; did you mean {_dotted(module_name)}:{function_name}?"
+        )
+    sys.path.insert(0, os.getcwd())
+    not_found = f"{name} was not found from {os.getcwd()}"
+    failed = f"importing {module_name} failed"
+    try:
+        module = importlib.import_module(module_name)
+        failed = not_found
+        function = getattr(module, function_name)
+    except Exception as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        # the module itself, or its package, and not another one that it imports
+        if f"{module_name}.".startswith(f"{missing}."):
+            failed = not_found
+        raise ValueError(f"estimate: {failed}: {_said(error)}") from error
+    if isinstance(function, nn.Module):
+        raise TypeError(
+            f"estimate: {name} is already a model; pass a class or a function that makes it"
+        )
     if not callable(function):
         raise TypeError(
             f"estimate: {name} is a {type(function).__name__}; expected a function or class that "
@@ -690,6 +703,11 @@ def _said(error: Exception) -> str:
     return f"{type(error).__name__}: {first_line(error)}"
 
 
+def _dotted(path: str) -> str:
+    """Return the name of the module in a file."""
+    return path.rstrip(":").removesuffix(".py").removeprefix("./").replace("/", ".")
+
+
 def _of_transformers(name: str) -> nn.Module:
     """Build the model of a config.json, of a folder that has one, or of an id in the cache of
     Hugging Face's hub.
@@ -699,7 +717,7 @@ def _of_transformers(name: str) -> nn.Module:
         "in the local cache"
     )
     path = Path(name)
-    module_name = name.rstrip(":").removesuffix(".py").removeprefix("./").replace("/", ".")
+    module_name = _dotted(name)
     module_file = Path(*module_name.split(".")).with_suffix(".py")
     if path.suffix == ".py" or (not path.exists() and module_file.is_file()):
         raise ValueError(
@@ -810,12 +828,17 @@ def _plain(
     }
 
 
-def _transfer_rows(prediction: Prediction) -> list[list[str]]:
-    return [
-        [transfer.purpose, str(transfer.collectives), _gib(transfer.bytes)]
+def _transfer_rows(prediction: Prediction, unit: str) -> list[list[str]]:
+    rows = [
+        [transfer.purpose, str(transfer.collectives), _in(unit, transfer.bytes)]
         for transfer in prediction.transfers
     ]
+    return [["per step", "collectives", f"{unit} sent"], *rows]
+
+
+def _in(unit: str, count: int) -> str:
+    return f"{count / _SIZES[unit]:.2f}"
 
 
 def _gib(count: int) -> str:
-    return f"{count / _GIB:.2f}"
+    return _in("GiB", count)

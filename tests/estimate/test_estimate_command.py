@@ -2,6 +2,7 @@
 
 import json
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,15 @@ def blocks() -> torch.nn.Module:
     """Return a model with repeated blocks of two layers."""
     block = lambda: torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.Linear(256, 64))  # noqa: E731
     return torch.nn.Sequential(*(block() for _ in range(4)))
+
+
+def _mlp(hidden: int) -> torch.nn.Module:
+    return torch.nn.Sequential(torch.nn.Linear(64, hidden), torch.nn.Linear(hidden, 64))
+
+
+mlp_6000 = partial(_mlp, 6_000)  # 12 MiB of states and masters
+mlp_300000 = partial(_mlp, 300_000)
+MODEL = blocks()
 
 
 @pytest.mark.more
@@ -136,7 +146,7 @@ def test_estimate(capsys):
 
 
 def test_json_has_the_rates_of_a_disk_and_weights_in_files_mean_stage_3(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(disk, "measure", lambda *_: disk.Rates(2e3, 1e3, 1e3))
     in_files = [
@@ -145,9 +155,9 @@ def test_json_has_the_rates_of_a_disk_and_weights_in_files_mean_stage_3(
         "--offload-params",
         "nvme",
         "--disk",
-        "/nvme0",
+        str(tmp_path),
         "--disk",
-        "/nvme1",
+        str(tmp_path),
     ]
     assert cli.main(["estimate", "tests.support.models:Net", "--json", *in_files]) == 0
     (entry,) = json.loads(capsys.readouterr().out)
@@ -219,6 +229,49 @@ def test_activations_and_nccls_buffers_are_shown(capsys: pytest.CaptureFixture[s
     assert "buffers, on the device" not in said, "one rank has no communicator"
 
 
+def test_small_models_are_shown_in_mib(capsys: pytest.CaptureFixture[str]) -> None:
+    for hidden, unit in ((6_000, "MiB"), (300_000, "GiB")):
+        size = 2**20 if unit == "MiB" else 2**30
+        numel = 64 * hidden + hidden + hidden * 64 + 64
+        name = f"tests.estimate.test_estimate_command:mlp_{hidden}"
+        command = ["estimate", name, "--stage", "0", "--world-size", "2"]
+        assert cli.main([*command, "--offload", "nvme", "--nccl", "0"]) == 0
+        said = capsys.readouterr().out
+        head, _, _, row, *_ = said.splitlines()
+        assert f" {unit} of rank 0. " in head
+        # the columns "weights" and "states"
+        cells = [float(cell) for cell in row.split()[2:6]]
+        assert cells[0] == pytest.approx(2 * numel / size, rel=1e-2, abs=0.006)
+        assert cells[3] == pytest.approx(8 * numel / size, rel=1e-2, abs=0.006)
+        for title in ("read per step", "written", "on disk", "sent"):
+            assert f"{unit} {title}" in said
+        assert said.count("GiB") == (0 if unit == "MiB" else 5)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("import nosuchpkg", "ModuleNotFoundError: No module named 'nosuchpkg'"),
+        ("def f(:", "SyntaxError: invalid syntax"),
+        ("import torch\ntorch.nope", "AttributeError: module 'torch' has no attribute 'nope'"),
+    ],
+)
+def test_a_module_that_cannot_be_imported(
+    text: str,
+    reason: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    (tmp_path / "broken_module.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    with pytest.raises(SystemExit):
+        cli.main(["estimate", "broken_module:f"])
+    said = capsys.readouterr().err
+    assert said.startswith(f"shardcore estimate: error: importing broken_module failed: {reason}")
+
+
 FIT = ["--fit", "--host-memory", "64", "--device-memory"]
 
 
@@ -276,11 +329,17 @@ def test_qlora_is_estimated(capsys):
         (["nope.json"], "MODEL is 'nope.json', but there is no such file"),
         (["docs"], "MODEL is 'docs', a folder without config.json"),
         (["nope:f"], "nope:f was not found from"),
+        (["nope.nope:f"], "nope.nope:f was not found from"),
+        (["examples.llama.nope:f"], "examples.llama.nope:f was not found from"),
+        (["examples/llama.py:llama_7b"], "did you mean examples.llama:llama_7b?"),
+        (["tests.estimate.test_estimate_command:MODEL"], "MODEL is already a model; pass a class"),
+        (["tests.support.models:Net", "--gpus", "2"], "unknown option --gpus; use --world-size"),
         (["torch.nn:Linear"], "torch.nn:Linear() raised TypeError: "),
         (["tests.support.models:Net", "--batch", "1"], "--batch and --seq-len belong together"),
         (
             ["tests.support.models:Net", "--batch", "1", "--seq-len", "5"],
-            "pass --activations GIB in place of --batch and --seq-len",
+            ". Leave out --batch and --seq-len; with --fit, --device-memory and --host-memory "
+            "pass --activations GIB instead",
         ),
         (
             ["examples.gpt:GPT", "--batch", "0", "--seq-len", "5"],
@@ -382,7 +441,7 @@ def test_qlora_is_estimated(capsys):
         ),
         (
             ["tests.support.models:Net", "--offload", "nvme", "--disk", "/nonexist"],
-            "No such file or directory: '/nonexist'",
+            "--disk /nonexist is not an existing directory",
         ),
     ],
 )
