@@ -42,8 +42,7 @@ def resolve(
         if value == "auto" and not where.startswith(_KEPT):
             if where not in values:
                 problems.append(
-                    f'{where} has "auto", for which there is no value here; expected one of your '
-                    f"own"
+                    f'{where} is "auto", for which there is no value here; expected one of your own'
                 )
                 return value
             lines.append(f'config {where} "auto" is {values[where]!r}')
@@ -55,7 +54,7 @@ def resolve(
             and not _equal(value, values[where])
         ):
             problems.append(
-                f"{where} has {value!r}; expected {values[where]!r}, as the training arguments "
+                f"{where} is {value!r}; expected {values[where]!r}, as the training arguments "
                 f'have, or "auto"'
             )
         return value

@@ -1,5 +1,5 @@
-"""Checks of one value, of a configuration or of an argument, with one form of error: what has it,
-the value, and the value expected.
+"""Checks of one value, of a configuration or of an argument, with one form of error: its
+name, the value, and the value expected.
 """
 
 import math
@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 
-# (what has the value, the value as given) -> checked value; raises TypeError, ValueError or
+# (the name of the value, the value as given) -> checked value; raises TypeError, ValueError or
 # NotImplementedError
 Check = Callable[[str, Any], Any]
 
 
-def has(where: str, value: Any, expected: str) -> str:
-    """Return the text of an error: what a key or argument has, and what is expected."""
+def unexpected(where: str, value: Any, expected: str) -> str:
+    """Return the text of an error: the value of a key or argument, and what is expected."""
     if isinstance(value, str) and value == "auto":
-        return f'{where} has "auto", which a trainer must fill in first; expected {expected}'
-    return f"{where} has {value!r}; expected {expected}"
+        return f'{where} is "auto", which a trainer must fill in first; expected {expected}'
+    return f"{where} is {value!r}; expected {expected}"
 
 
 def integer(least: float, most: float, expected: str, kind: str = "a whole number") -> Check:
@@ -30,9 +30,9 @@ def integer(least: float, most: float, expected: str, kind: str = "a whole numbe
             value = int(value)
         is_whole = isinstance(value, Integral) and not isinstance(value, bool)
         if not is_whole:
-            raise TypeError(has(where, value, kind))
+            raise TypeError(unexpected(where, value, kind))
         if not least <= value <= most:
-            raise ValueError(has(where, value, expected))
+            raise ValueError(unexpected(where, value, expected))
         return int(value)
 
     return check
@@ -44,9 +44,9 @@ def number(least: float, most: float, expected: str) -> Check:
     def check(where: str, value: Any) -> float:
         is_number = isinstance(value, Real) and not isinstance(value, bool)
         if not is_number:
-            raise TypeError(has(where, value, "a number"))
+            raise TypeError(unexpected(where, value, "a number"))
         if not least <= value <= most:
-            raise ValueError(has(where, value, expected))
+            raise ValueError(unexpected(where, value, expected))
         return float(value)
 
     return check
@@ -59,9 +59,9 @@ def word(*known: str, expected: str, otherwise: str = "") -> Check:
 
     def check(where: str, value: Any) -> str:
         if not isinstance(value, str):
-            raise TypeError(has(where, value, expected))
+            raise TypeError(unexpected(where, value, expected))
         if value.lower() not in known:
-            raise ValueError(has(where, value, expected + otherwise))
+            raise ValueError(unexpected(where, value, expected + otherwise))
         return value.lower()
 
     return check
@@ -72,7 +72,7 @@ def instance(kind: type, expected: str) -> Check:
 
     def check(where: str, value: Any) -> Any:
         if not isinstance(value, kind):
-            raise TypeError(has(where, value, expected))
+            raise TypeError(unexpected(where, value, expected))
         return value
 
     return check

@@ -7,6 +7,7 @@ https://www.deepspeed.ai/docs/config-json.
 """
 
 import base64
+import errno
 import json
 import math
 import os
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from shardcore.deepspeed.checks import has
+from shardcore.deepspeed.checks import unexpected
 from shardcore.deepspeed.keys import (
     KEYS,
     OP,
@@ -152,7 +153,7 @@ class Config:
             product = math.prod(size for size in sizes if size is not None) * world_size
             expected = f"a multiple of {product}" if None in sizes else product
             raise ValueError(
-                f"{OP}: config train_batch_size has {train}; expected {expected}, the product of "
+                f"{OP}: config train_batch_size is {train}; expected {expected}, the product of "
                 "train_micro_batch_size_per_gpu, gradient_accumulation_steps (if given) and "
                 f"world_size ({world_size})"
             )
@@ -213,9 +214,10 @@ def _unknown(where: str) -> str:
 def _walk(section: Any, where: str, checked: _Checked) -> None:
     """Check a section against the table. A section in it that is null is absent."""
     if not isinstance(section, Mapping):
-        checked.problems.append(
-            TypeError(has(f"{OP}: config {where}", section, "an object with keys"))
-        )
+        expected = "an object with keys"
+        if f"{where}.enabled" in KEYS:
+            expected = f'{{"enabled": {json.dumps(bool(section))}}}'
+        checked.problems.append(TypeError(unexpected(f"{OP}: config {where}", section, expected)))
         return
     of_other = where == "optimizer.params" and checked.values.get("optimizer.type", "") is None
     for name, value in section.items():
@@ -270,7 +272,7 @@ def _translated(config: Mapping[str, Any], checked: _Checked) -> Mapping[str, An
     for name, value in values.items():
         section = old[name].rpartition(".")[2]
         if value not in (True, False, None):
-            text = has(
+            text = unexpected(
                 f"{OP}: config {ZERO}.{name}", value, f"true or false, or {old[name]} in its place"
             )
             checked.problems.append(TypeError(text))
@@ -443,13 +445,13 @@ def _without_other_optimizer(
     unknown = sorted({str(key) for key in section} - {"type", "params", "legacy_fusion"})
     text = ""
     if own:
-        text = f"shardcore.optimizer has {own} for {name}; expected it with Adam alone"
+        text = f"shardcore.optimizer is {own} for {name}; expected it with Adam alone"
     elif unknown:
         text = f"optimizer.{unknown[0]} is not supported; expected type and params"
     if text:
         checked.refuse(text)
     elif not isinstance(options, Mapping):
-        checked.refuse(f"optimizer.params has {options!r}; expected an object with keys", TypeError)
+        checked.refuse(f"optimizer.params is {options!r}; expected an object with keys", TypeError)
     else:
         try:
             options = _tried(cls, options)
@@ -491,7 +493,7 @@ def muon_halves(params: Mapping[str, Any]) -> dict[bool, dict[str, Any]]:
     }
     for name, value in params.items():
         if name in same and value not in same[name]:
-            raise ValueError(f"{name} has {value!r}; expected {' or '.join(map(repr, same[name]))}")
+            raise ValueError(f"{name} is {value!r}; expected {' or '.join(map(repr, same[name]))}")
         if name not in (*same, "muon_lr", "adam_lr", *halves[True], *halves[False]):
             raise TypeError(
                 f"{name} is unknown; expected {', '.join({**halves[True], **halves[False]})}, "
@@ -523,7 +525,7 @@ def _contradictions(values: Mapping[str, Any]) -> Iterator[str]:
     is_decoupled = values.get("optimizer.params.adam_w_mode")
     if values.get("optimizer.type") == "adamw" and is_decoupled is False:
         yield (
-            'optimizer.params.adam_w_mode has False for the type "AdamW"; expected the type '
+            'optimizer.params.adam_w_mode is False for the type "AdamW"; expected the type '
             '"Adam", or true'
         )
     for other in ("bf16", "torch_autocast"):
@@ -533,7 +535,7 @@ def _contradictions(values: Mapping[str, Any]) -> Iterator[str]:
     least = values.get("fp16.min_loss_scale", 1.0)
     if not values.get("fp16.loss_scale") and None not in (power, least) and least > 2.0**power:
         yield (
-            f"fp16.min_loss_scale has {least}; expected at most 2**initial_scale_power, "
+            f"fp16.min_loss_scale is {least}; expected at most 2**initial_scale_power, "
             f"{2.0**power:g}"
         )
     path = values.get(f"{_STATES}.nvme_path")
@@ -542,12 +544,12 @@ def _contradictions(values: Mapping[str, Any]) -> Iterator[str]:
     if values.get(f"{_WEIGHTS}.device") == "nvme" and values.get(f"{ZERO}.stage") == 3:
         if device_of_states != "nvme":
             yield (
-                f'{_WEIGHTS}.device has "nvme" and {_STATES}.device {device_of_states!r}; expected '
+                f'{_WEIGHTS}.device is "nvme" and {_STATES}.device {device_of_states!r}; expected '
                 f'"nvme" for both, since a step reads and writes both'
             )
         elif values.get(f"{_WEIGHTS}.nvme_path") not in (None, path):
             yield (
-                f"{_WEIGHTS}.nvme_path has {values[f'{_WEIGHTS}.nvme_path']!r}; expected that of "
+                f"{_WEIGHTS}.nvme_path is {values[f'{_WEIGHTS}.nvme_path']!r}; expected that of "
                 f"{_STATES}.nvme_path, or none"
             )
     size = values.get("tensor_parallel.autotp_size", 1)
@@ -558,14 +560,14 @@ def _contradictions(values: Mapping[str, Any]) -> Iterator[str]:
     trained = next((name for name in ("fp16", "bf16") if values.get(f"{name}.enabled")), "fp32")
     if (dtype := values.get("data_types.param_dtype")) not in (None, trained):
         yield (
-            f"data_types.param_dtype has {dtype!r}, and fp16 and bf16 ask for {trained!r}; "
+            f"data_types.param_dtype is {dtype!r}, and fp16 and bf16 ask for {trained!r}; "
             f"expected the same"
         )
     if values.get("gradient_allreduce_op") == "sum" and values.get(f"{ZERO}.stage") == 3:
-        yield 'gradient_allreduce_op has "sum" at stage 3; expected "mean", or a stage below'
+        yield 'gradient_allreduce_op is "sum" at stage 3; expected "mean", or a stage below'
     if trained == "bf16" and _autocast(values) == "fp16":
         yield (
-            'torch_autocast.dtype has "fp16" with bf16.enabled; expected "bf16", or weights in '
+            'torch_autocast.dtype is "fp16" with bf16.enabled; expected "bf16", or weights in '
             "float32"
         )
 
@@ -644,6 +646,8 @@ def read_json(path: str | os.PathLike[str]) -> Any:
     another text, and for a key that is there twice.
     """
     text = _in_base64(path)
+    if text is None and not Path(path).exists():
+        raise FileNotFoundError(errno.ENOENT, f"{OP}: config file {os.fspath(path)} does not exist")
     text = Path(path).read_bytes() if text is None else text
     try:
         return json.loads(text, object_pairs_hook=_once)

@@ -177,7 +177,7 @@ def initialize(
         )
         if of_sequences > 1 and settings.gradient_allreduce_op == "sum":
             raise ValueError(
-                f'{_OP}: config gradient_allreduce_op has "sum" with sequences over ranks; '
+                f'{_OP}: config gradient_allreduce_op is "sum" with sequences over ranks; '
                 'expected "mean"'
             )
         slices = _check_tensor_parallel(model, settings, of_sequences, comm.world_size)
@@ -409,7 +409,7 @@ def _check_parallelism(mpu: Any, mesh_param: Any, configured: int) -> int:
         )
     if configured not in (1, ranks):
         raise ValueError(
-            f"{_OP}: config sequence_parallel_size has {configured}, and mpu {ranks}; expected the "
+            f"{_OP}: config sequence_parallel_size is {configured}, and mpu {ranks}; expected the "
             f"same, with "
             "mpu=UlyssesSPAttentionHF.register_with_transformers(...) (docs/long_sequences.md)"
         )
@@ -425,7 +425,7 @@ def _check_tensor_parallel(model: Any, settings: Config, of_sequences: int, worl
     recorded = max((getattr(module, "_autotp_size", 1) for module in modules), default=1)
     if 1 < size != recorded > 1:
         raise ValueError(
-            f"{_OP}: config tensor_parallel.autotp_size has {size}, and tp_model_init {recorded}; "
+            f"{_OP}: config tensor_parallel.autotp_size is {size}, and tp_model_init {recorded}; "
             f"expected the same"
         )
     size = max(size, recorded)
@@ -445,7 +445,7 @@ def _check_tensor_parallel(model: Any, settings: Config, of_sequences: int, worl
         obstacle = f"{world_size} ranks, which it does not divide"
     if obstacle:
         raise ValueError(
-            f"{_OP}: config tensor_parallel.autotp_size has {size} with {obstacle}; expected a "
+            f"{_OP}: config tensor_parallel.autotp_size is {size} with {obstacle}; expected a "
             "size that fits, or 1"
         )
     return size
@@ -519,7 +519,7 @@ def _other_inputs() -> ValueError:
 def _check_mesh(mesh: Sequence[int] | None, world_size: int) -> None:
     if mesh is not None and math.prod(mesh) != world_size:
         raise ValueError(
-            f"{_OP}: config shardcore.mesh has {mesh}; expected numbers whose product is "
+            f"{_OP}: config shardcore.mesh is {mesh}; expected numbers whose product is "
             f"{world_size}, the ranks"
         )
 
@@ -528,7 +528,7 @@ def _check_pipeline(pipe: PipelineModule, settings: Config, optimizer: Any) -> N
     """Raise ValueError for what a pipeline does not train with."""
     if not settings.managed_gradient_accumulation:
         raise ValueError(
-            f"{_OP}: config managed_gradient_accumulation has False for a PipelineModule; expected "
+            f"{_OP}: config managed_gradient_accumulation is False for a PipelineModule; expected "
             "true, since train_batch calls the step"
         )
     if optimizer is None:
@@ -543,7 +543,7 @@ def _check_pipeline(pipe: PipelineModule, settings: Config, optimizer: Any) -> N
         )
     if settings.stage == 3 and pipe.tied:
         raise ValueError(
-            f"{_OP}: config zero_optimization.stage has 3 for a PipelineModule with weights tied "
+            f"{_OP}: config zero_optimization.stage is 3 for a PipelineModule with weights tied "
             "over stages; expected 0 to 2"
         )
     for name in ("mesh", "ranks_per_node"):

@@ -25,10 +25,10 @@ from shardcore.deepspeed.checks import (
     POSITIVE,
     SIZE,
     Check,
-    has,
     instance,
     integer,
     number,
+    unexpected,
     word,
 )
 from shardcore.deepspeed.lr_schedules import check_scheduler
@@ -84,7 +84,7 @@ def _or_none(check: Check) -> Check:
 
 def _betas(where: str, value: Any) -> tuple[float, float]:
     if not isinstance(value, list | tuple) or len(value) != 2:
-        raise TypeError(has(where, value, "two numbers [beta1, beta2]"))
+        raise TypeError(unexpected(where, value, "two numbers [beta1, beta2]"))
     beta1, beta2 = (BELOW_1(f"{where}[{i}]", beta) for i, beta in enumerate(value))
     return beta1, beta2
 
@@ -97,7 +97,7 @@ def _texts(where: str, value: Any) -> tuple[str, ...]:
     if isinstance(value, str):
         return (value,)
     if not isinstance(value, list | tuple) or not all(isinstance(one, str) for one in value):
-        raise TypeError(has(where, value, "a list of texts"))
+        raise TypeError(unexpected(where, value, "a list of texts"))
     return tuple(value)
 
 
@@ -105,7 +105,7 @@ def _patterns(where: str, value: Any) -> tuple[str, ...] | None:
     if value is None or value == "auto":
         return None
     if not isinstance(value, list) or not all(isinstance(one, str) for one in value):
-        raise TypeError(has(where, value, '"auto", or a list of patterns of names'))
+        raise TypeError(unexpected(where, value, '"auto", or a list of patterns of names'))
     return tuple(value)
 
 
@@ -141,7 +141,9 @@ def _own(where: str, value: Any) -> dict[str, Any]:
             continue
         if not isinstance(section, Mapping):
             raise TypeError(
-                has(path, section, "an object with keys" + ', or "auto"' * (name == "offload"))
+                unexpected(
+                    path, section, "an object with keys" + ', or "auto"' * (name == "offload")
+                )
             )
         for key in section:
             if key not in keys:
@@ -158,14 +160,16 @@ def _own(where: str, value: Any) -> dict[str, Any]:
         or len(mesh) != 2
         or not all(type(size) is int and size > 0 for size in mesh)
     ):
-        raise ValueError(has(f"{where}.mesh", mesh, "two numbers of ranks: [replicate, shard]"))
+        raise ValueError(
+            unexpected(f"{where}.mesh", mesh, "two numbers of ranks: [replicate, shard]")
+        )
     return dict(value)
 
 
 def _device(where: str, value: Any) -> str | None:
     if value not in ("cpu", "nvme", "none"):
         raise (ValueError if isinstance(value, str) else TypeError)(
-            has(where, value, '"cpu", "nvme" or "none"')
+            unexpected(where, value, '"cpu", "nvme" or "none"')
         )
     return None if value == "none" else str(value)
 

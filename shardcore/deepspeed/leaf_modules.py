@@ -100,7 +100,7 @@ def _mark(
     for index, kind in enumerate(classes):
         if not isinstance(kind, type | str):
             raise TypeError(
-                f"{op}: leaf_module_classes[{index}] has {kind!r}; expected a class, or the name "
+                f"{op}: leaf_module_classes[{index}] is {kind!r}; expected a class, or the name "
                 f"of one"
             )
     derived = tuple(kind for kind in classes if isinstance(kind, type))

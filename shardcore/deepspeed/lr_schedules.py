@@ -306,7 +306,7 @@ class _Warmup(_Schedule):
         total = getattr(self, "total_num_steps", math.inf)
         if total < self.warmup_num_steps:
             logger.warning(
-                "%s: total_num_steps has %g, less than the warm-up's %d",
+                "%s: total_num_steps is %g, less than the warm-up's %d",
                 type(self).__name__,
                 total,
                 self.warmup_num_steps,
@@ -463,7 +463,7 @@ _KINDS: dict[str, Any] = _OWN | {
 
 def _kind(where: str, name: Any) -> Any:
     if not isinstance(name, str) or name not in _KINDS:
-        raise ValueError(f"{where} has {name!r}; expected one of {', '.join(_KINDS)}")
+        raise ValueError(f"{where} is {name!r}; expected one of {', '.join(_KINDS)}")
     return _KINDS[name]
 
 
@@ -477,13 +477,13 @@ def check_scheduler(where: str, value: Any) -> tuple[str, dict[str, Any]] | None
     """
     if not isinstance(value, Mapping) or not {*value} <= {"type", "params"}:
         raise TypeError(
-            f'{where} has {value!r}; expected an object {{"type": ..., "params": {{...}}}}, '
+            f'{where} is {value!r}; expected an object {{"type": ..., "params": {{...}}}}, '
             "without other keys"
         )
     name, params = value.get("type"), value.get("params") or {}
     if not isinstance(params, Mapping):
         raise TypeError(
-            f"{where}.params has {params!r}; expected an object with the arguments of the scheduler"
+            f"{where}.params is {params!r}; expected an object with the arguments of the scheduler"
         )
     if name is None and not params:
         return None
@@ -491,7 +491,7 @@ def check_scheduler(where: str, value: Any) -> tuple[str, dict[str, Any]] | None
     for key in params:
         if isinstance(params[key], str) and params[key] == "auto":
             raise ValueError(
-                f'{where}.params.{key} has "auto"; expected a value (a trainer must fill it in '
+                f'{where}.params.{key} is "auto"; expected a value (a trainer must fill it in '
                 "first)"
             )
     problem = None

@@ -215,7 +215,7 @@ class PipelineEngine(TrainingEngine):
         """
         if reduce_output not in ("avg", None):
             raise ValueError(
-                f'eval_batch: reduce_output has {reduce_output!r}; expected "avg" or None'
+                f'eval_batch: reduce_output is {reduce_output!r}; expected "avg" or None'
             )
         batches, self._batches = self._batches, data_iter
         output = None

@@ -55,7 +55,7 @@ def check_folder(op: str, save_dir: Any) -> None:
     given.
     """
     if save_dir is None or not os.fspath(save_dir):
-        raise ValueError(f"{op}: save_dir has {save_dir!r}; expected the path of a folder")
+        raise ValueError(f"{op}: save_dir is {save_dir!r}; expected the path of a folder")
 
 
 _wrappers: "weakref.WeakSet[ForwardEngine]" = weakref.WeakSet()
@@ -812,7 +812,7 @@ class TrainingEngine(ForwardEngine):
     def _refuse_unmanaged(self, op: str) -> None:
         if not self.managed_gradient_accumulation():
             raise ValueError(
-                f"{op}: config managed_gradient_accumulation has False, so every step() updates "
+                f"{op}: config managed_gradient_accumulation is False, so every step() updates "
                 "the weights; expected step() alone, or true (Trainer and Accelerate need it)"
             )
 

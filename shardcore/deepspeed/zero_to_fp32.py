@@ -87,7 +87,7 @@ def convert_zero_checkpoint_to_fp32_state_dict(
     """
     if not safe_serialization:
         raise ValueError(
-            "zero_to_fp32: safe_serialization has False; expected True (the default): it writes "
+            "zero_to_fp32: safe_serialization is False; expected True (the default): it writes "
             ".safetensors files, and transformers loads them. For a torch.save file, save the "
             "return value of get_fp32_state_dict_from_zero_checkpoint"
         )

@@ -195,7 +195,7 @@ class ShardcoreTrainerMixin(_Base):
         check_model(self.model, settings)
         if settings.autotp_size > 1:
             raise NotImplementedError(
-                f"{_OP}: config tensor_parallel.autotp_size has {settings.autotp_size}; expected "
+                f"{_OP}: config tensor_parallel.autotp_size is {settings.autotp_size}; expected "
                 f"1, or Trainer itself under shardcore run --as-deepspeed"
             )
         if settings.optimizer is not None and self.optimizer is not None and self._engine is None:

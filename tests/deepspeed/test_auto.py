@@ -74,15 +74,15 @@ def test_the_auto_of_shard_is_left_to_it() -> None:
 def test_what_has_no_value_and_what_differs_is_named_at_once() -> None:
     config = {"train_batch_size": 32, "zero_optimization": {"stage": 1, "sub_group_size": "auto"}}
     with pytest.raises(
-        ValueError, match=r"has 2 problems:\s+train_batch_size has 32; expected 16, as the training"
+        ValueError, match=r"has 2 problems:\s+train_batch_size is 32; expected 16, as the training"
     ) as error:
         resolve(config, VALUES)
-    assert 'zero_optimization.sub_group_size has "auto", for which there is no value here' in str(
+    assert 'zero_optimization.sub_group_size is "auto", for which there is no value here' in str(
         error.value
     )
     with pytest.raises(
         ValueError,
-        match=r"^initialize: config optimizer.params.betas has \(0.9, 0.9\); expected \[0.9, "
+        match=r"^initialize: config optimizer.params.betas is \(0.9, 0.9\); expected \[0.9, "
         r"0.95\]",
     ):
         resolve({"optimizer": {"params": {"betas": (0.9, 0.9)}}}, VALUES)

@@ -49,9 +49,9 @@ def test_others_are_refused(check: Any, values: list[Any]) -> None:
     for value in values:
         with pytest.raises((TypeError, ValueError)) as error:
             check("op: x", value)
-        assert str(error.value).startswith(f"op: x has {value!r}; expected ")
+        assert str(error.value).startswith(f"op: x is {value!r}; expected ")
 
 
 def test_auto_is_a_trainers_to_fill_in() -> None:
-    with pytest.raises(TypeError, match=r'^x has "auto", which a trainer must fill in first; exp'):
+    with pytest.raises(TypeError, match=r'^x is "auto", which a trainer must fill in first; exp'):
         checks.COUNT("x", "auto")

@@ -201,14 +201,14 @@ def test_defaults() -> None:
 # path, value, and what the error says
 WRONG_VALUES = [
     ("amp", {"enabled": True}, "config amp is not supported"),
-    ("fp16.loss_scale", -1, "fp16.loss_scale has -1; expected a finite number of at least 0"),
-    ("fp16.loss_scale_window", 0, "fp16.loss_scale_window has 0; expected at least 1"),
-    ("fp16.initial_scale_power", 128, "fp16.initial_scale_power has 128; expected 0 to 127"),
-    ("fp16.min_loss_scale", 0, "fp16.min_loss_scale has 0; expected a finite number above 0"),
+    ("fp16.loss_scale", -1, "fp16.loss_scale is -1; expected a finite number of at least 0"),
+    ("fp16.loss_scale_window", 0, "fp16.loss_scale_window is 0; expected at least 1"),
+    ("fp16.initial_scale_power", 128, "fp16.initial_scale_power is 128; expected 0 to 127"),
+    ("fp16.min_loss_scale", 0, "fp16.min_loss_scale is 0; expected a finite number above 0"),
     (
         "fp16.min_loss_scale",
         2**17,
-        r"fp16.min_loss_scale has 131072.0; expected at most 2\*\*initial_scale",
+        r"fp16.min_loss_scale is 131072.0; expected at most 2\*\*initial_scale",
     ),
     (
         "fp16.fp16_master_weights_and_grads",
@@ -219,16 +219,16 @@ WRONG_VALUES = [
     ("gradient_acumulation_steps", 2, r"did you mean gradient_accumulation_steps\?"),
     ("zero_optimization.stages", 2, r"did you mean zero_optimization.stage\?"),
     ("optimizer.adam_w_mode", True, r"did you mean optimizer.params.adam_w_mode\?"),
-    ("train_batch_size", 0, "train_batch_size has 0; expected at least 1"),
+    ("train_batch_size", 0, "train_batch_size is 0; expected at least 1"),
     (
         "gradient_clipping",
         -1.0,
-        "gradient_clipping has -1.0; expected a finite number of at least 0",
+        "gradient_clipping is -1.0; expected a finite number of at least 0",
     ),
     (
         "communication_data_type",
         "fp8",
-        'communication_data_type has \'fp8\'; expected "fp32" or "bf16"',
+        'communication_data_type is \'fp8\'; expected "fp32" or "bf16"',
     ),
     (
         "zero_optimization",
@@ -258,16 +258,16 @@ WRONG_VALUES = [
         {"autotp_size": 2, "tp": {"tp_size": 4}},
         r"tp_size differs from .*; expected 2",
     ),
-    ("sequence_parallel_size", 0, "sequence_parallel_size has 0; expected at least 1"),
-    ("scheduler", {"type": "WarmupLr"}, "scheduler.type has 'WarmupLr'; expected one of"),
+    ("sequence_parallel_size", 0, "sequence_parallel_size is 0; expected at least 1"),
+    ("scheduler", {"type": "WarmupLr"}, "scheduler.type is 'WarmupLr'; expected one of"),
     ("wandb", {"enabled": True, "projects": ""}, "did you mean wandb.project"),
     (
         "data_types.param_dtype",
         "bf16",
-        "param_dtype has 'bf16', and fp16 and bf16 ask for 'fp32'; expected the",
+        "param_dtype is 'bf16', and fp16 and bf16 ask for 'fp32'; expected the",
     ),
-    ("gradient_allreduce_op", "max", 'gradient_allreduce_op has \'max\'; expected "mean" or "sum"'),
-    ("zero_optimization.stage", 4, "zero_optimization.stage has 4; expected 0, 1, 2 or 3"),
+    ("gradient_allreduce_op", "max", 'gradient_allreduce_op is \'max\'; expected "mean" or "sum"'),
+    ("zero_optimization.stage", 4, "zero_optimization.stage is 4; expected 0, 1, 2 or 3"),
     (
         "zero_optimization.offload_optimizer.device",
         "nvme",
@@ -276,80 +276,81 @@ WRONG_VALUES = [
     (
         "zero_optimization.offload_optimizer.device",
         "gpu",
-        '.device has \'gpu\'; expected "cpu", "nvme"',
+        '.device is \'gpu\'; expected "cpu", "nvme"',
     ),
     (
         "zero_optimization.offload_optimizer.ratio",
         1.5,
-        "ratio has 1.5; expected a number from 0 to 1",
+        "ratio is 1.5; expected a number from 0 to 1",
     ),
     (
         "zero_optimization.offload_param.device",
         "nvme",
-        'offload_param.device has "nvme" and zero_optimization.offload_optimizer.device '
+        'offload_param.device is "nvme" and zero_optimization.offload_optimizer.device '
         "'cpu'; expected \"nvme\" for both",
     ),
     ("optimizer", {"params": {}}, 'optimizer.type is missing; expected "Adam" or "AdamW"'),
     (
         "optimizer.type",
         "OneBitAdam",
-        'optimizer.type has \'OneBitAdam\'; expected "Adam" or "AdamW", or SGD, .*, Muon '
+        'optimizer.type is \'OneBitAdam\'; expected "Adam" or "AdamW", or SGD, .*, Muon '
         "\\(DeepSpeed has Lamb",
     ),
     ("optimizer", {"type": "Lion", "params": {"lr": -1}}, "are not those of Lion; .*lr=-1"),
     (
         "optimizer",
         {"type": "Muon", "params": {"per_head_muon": True}},
-        "per_head_muon has True; expected False",
+        "per_head_muon is True; expected False",
     ),
     ("optimizer", {"type": "Muon", "params": {"weight_decay": -1}}, "are not those of Muon; .*-1"),
     ("optimizer", {"type": "SGD", "momentum": 0.9}, "optimizer.momentum is not supported"),
     (
         "optimizer.params.lr",
         -0.1,
-        "optimizer.params.lr has -0.1; expected a finite number of at least 0",
+        "optimizer.params.lr is -0.1; expected a finite number of at least 0",
     ),
-    ("optimizer.params.eps", math.nan, "optimizer.params.eps has nan"),
-    ("optimizer.params.betas", [0.9, 1.0], r"betas\[1\] has 1.0; expected a number in \[0, 1\)"),
+    ("optimizer.params.eps", math.nan, "optimizer.params.eps is nan"),
+    ("optimizer.params.betas", [0.9, 1.0], r"betas\[1\] is 1.0; expected a number in \[0, 1\)"),
     (
         "checkpoint.tag_validation",
         "no",
-        'tag_validation has \'no\'; expected "Ignore", "Warn" or "Fail"',
+        'tag_validation is \'no\'; expected "Ignore", "Warn" or "Fail"',
     ),
-    ("steps_per_print", 0, "steps_per_print has 0; expected at least 1"),
+    ("steps_per_print", 0, "steps_per_print is 0; expected at least 1"),
 ]
 WRONG_TYPES = [
-    ("fp16.hysteresis", 1.5, "fp16.hysteresis has 1.5; expected a whole number"),
-    ("fp16.consecutive_hysteresis", None, "fp16.consecutive_hysteresis has None"),
-    ("train_batch_size", "8", "train_batch_size has '8'; expected a whole number"),
-    ("train_batch_size", "auto", 'train_batch_size has "auto", which a trainer must fill in'),
-    ("bf16", True, "config bf16 has True; expected an object with keys"),
-    ("bf16.enabled", 1, "bf16.enabled has 1; expected true or false"),
-    ("zero_optimization", 2, "zero_optimization has 2; expected an object"),
-    ("zero_optimization", {"cpu_offload": 1.5}, "cpu_offload has 1.5; expected true or false"),
+    ("fp16.hysteresis", 1.5, "fp16.hysteresis is 1.5; expected a whole number"),
+    ("fp16.consecutive_hysteresis", None, "fp16.consecutive_hysteresis is None"),
+    ("train_batch_size", "8", "train_batch_size is '8'; expected a whole number"),
+    ("train_batch_size", "auto", 'train_batch_size is "auto", which a trainer must fill in'),
+    ("bf16", True, 'config bf16 is True; expected {"enabled": true}$'),
+    ("fp16", False, 'config fp16 is False; expected {"enabled": false}$'),
+    ("bf16.enabled", 1, "bf16.enabled is 1; expected true or false"),
+    ("zero_optimization", 2, "zero_optimization is 2; expected an object"),
+    ("zero_optimization", {"cpu_offload": 1.5}, "cpu_offload is 1.5; expected true or false"),
     (
         "data_types.keep_in_fp32_modules",
         "router",
-        "has 'router'; expected \"auto\", or a list of patterns",
+        "is 'router'; expected \"auto\", or a list of patterns",
     ),
-    ("zero_optimization.stage", True, "zero_optimization.stage has True; expected 0, 1, 2 or 3"),
+    ("zero_optimization.stage", True, "zero_optimization.stage is True; expected 0, 1, 2 or 3"),
     (
         "zero_optimization.offload_optimizer.pin_memory",
         1,
-        "pin_memory has 1; expected true or false",
+        "pin_memory is 1; expected true or false",
     ),
-    ("optimizer", "Adam", "config optimizer has 'Adam'; expected an object"),
+    ("optimizer", "Adam", "config optimizer is 'Adam'; expected an object"),
     ("optimizer", {"type": "SGD", "params": {"betas": [0.9]}}, "are not those of SGD; .*'betas'"),
     (
         "optimizer",
         {"type": "Muon", "params": {"beta": 0.9}},
         "are not those of Muon; .*beta is unknown; .*, muon_lr",
     ),
-    ("optimizer.type", 1, "optimizer.type has 1"),
-    ("optimizer.params.lr", "auto", 'optimizer.params.lr has "auto"'),
-    ("optimizer.params.betas", 0.9, "optimizer.params.betas has 0.9; expected two numbers"),
-    ("optimizer.params.betas", [True, 0.9], r"betas\[0\] has True; expected a number"),
-    ("optimizer.params.adam_w_mode", None, "adam_w_mode has None; expected true or false"),
+    ("optimizer.type", 1, "optimizer.type is 1"),
+    ("optimizer.params.lr", "auto", 'optimizer.params.lr is "auto"'),
+    ("optimizer.params.betas", 0.9, "optimizer.params.betas is 0.9; expected two numbers"),
+    ("optimizer.params.betas", [True, 0.9], r"betas\[0\] is True; expected a number"),
+    ("optimizer.params.adam_w_mode", None, "adam_w_mode is None; expected true or false"),
 ]
 
 
@@ -418,7 +419,7 @@ ON: dict[str, Any] = {"enabled": True}
     ("says", "config"),
     [
         (
-            'adam_w_mode has False for the type "AdamW"',
+            'adam_w_mode is False for the type "AdamW"',
             {"optimizer": {"type": "AdamW", "params": {"adam_w_mode": False}}},
         ),
         (
@@ -426,15 +427,15 @@ ON: dict[str, Any] = {"enabled": True}
             {"fp16": ON, "bf16": ON},
         ),
         (
-            'gradient_allreduce_op has "sum" at stage 3',
+            'gradient_allreduce_op is "sum" at stage 3',
             {"gradient_allreduce_op": "sum", "zero_optimization": {"stage": 3}},
         ),
         (
-            'dtype has "fp16" with bf16.enabled',
+            'dtype is "fp16" with bf16.enabled',
             {"torch_autocast": {**ON, "dtype": "fp16"}, "bf16": ON},
         ),
         (
-            r"^initialize: config optimizer\.type has 'OneBitAdam'; expected",  # and nothing else
+            r"^initialize: config optimizer\.type is 'OneBitAdam'; expected",  # and nothing else
             {"optimizer": {"type": "OneBitAdam", "params": {"lr": 1e-3, "freeze_step": 400}}},
         ),
     ],
@@ -520,12 +521,12 @@ def test_batch_sizes(
 @pytest.mark.parametrize(
     ("train", "micro", "steps", "world", "says"),
     [
-        (16, 2, 4, 3, r"train_batch_size has 16; expected 24, the product"),
-        (16, 3, None, 2, r"has 16; expected a multiple of 6, the product"),
-        (16, None, 3, 2, r"has 16; expected a multiple of 6, the product"),
-        (3, None, None, 2, r"has 3; expected a multiple of 2, the product"),
-        (1, None, None, 2, r"has 1; expected a multiple of 2, the product"),
-        (2, 4, None, 1, r"has 2; expected a multiple of 4, the product"),
+        (16, 2, 4, 3, r"train_batch_size is 16; expected 24, the product"),
+        (16, 3, None, 2, r"is 16; expected a multiple of 6, the product"),
+        (16, None, 3, 2, r"is 16; expected a multiple of 6, the product"),
+        (3, None, None, 2, r"is 3; expected a multiple of 2, the product"),
+        (1, None, None, 2, r"is 1; expected a multiple of 2, the product"),
+        (2, 4, None, 1, r"is 2; expected a multiple of 4, the product"),
         (None, None, 4, 2, "neither train_batch_size nor train_micro_batch_size_per_gpu"),
         (None, None, None, 1, "neither train_batch_size nor train_micro_batch_size_per_gpu"),
     ],
@@ -601,7 +602,9 @@ def test_base64_as_gpt_neox_gives_it() -> None:
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"no_such\.json"):
+    with pytest.raises(
+        FileNotFoundError, match=r"initialize: config file .*no_such\.json does not exist$"
+    ):
         read_config(tmp_path / "no_such.json")
 
 

@@ -171,6 +171,6 @@ def test_offload_is_chosen_or_given() -> None:
         ):
             read_config(config)
     with pytest.raises(
-        TypeError, match=r"shardcore.offload has 'cpu'; expected an object with keys, or \"auto\""
+        TypeError, match=r"shardcore.offload is 'cpu'; expected an object with keys, or \"auto\""
     ):
         read_config(ds_config(shardcore={"offload": "cpu"}))

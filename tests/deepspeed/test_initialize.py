@@ -291,16 +291,16 @@ def test_the_section_of_shardcore_reaches_shard_and_the_optimizer() -> None:
             {"offload": {"device": "cpu"}},
             r"config shardcore\.offload\.device is not supported; expected one of gradients, ",
         ),
-        ({"optimizer": 3}, r"config shardcore\.optimizer has 3; expected an object with keys"),
+        ({"optimizer": 3}, r"config shardcore\.optimizer is 3; expected an object with keys"),
         ({"prefetch": -1}, r"shard: prefetch is -1"),
         (
             {"mesh": 3},
-            r"config shardcore\.mesh has 3; expected two numbers of ranks: \[replicate, shard\]",
+            r"config shardcore\.mesh is 3; expected two numbers of ranks: \[replicate, shard\]",
         ),
-        ({"mesh": [2, "8"]}, r"config shardcore\.mesh has \[2, '8'\]"),
+        ({"mesh": [2, "8"]}, r"config shardcore\.mesh is \[2, '8'\]"),
         (
             {"mesh": [2, 8]},
-            r"shardcore\.mesh has \[2, 8\]; expected numbers whose product is 1, the ranks",
+            r"shardcore\.mesh is \[2, 8\]; expected numbers whose product is 1, the ranks",
         ),
         (
             {"state_dtype": "8bit"},

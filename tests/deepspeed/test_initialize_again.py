@@ -60,7 +60,7 @@ def _again(rank: int, world_size: int) -> None:
     train(engine, rank, 1)
     before = hash_of_training(engine, engine.optimizer)
     refused = {
-        "config zero_optimization.stage has 7": {"config": ds_config(stage=7)},
+        "config zero_optimization.stage is 7": {"config": ds_config(stage=7)},
         "optimizer is a torch.optim.NAdam": {
             "config": FORWARD,
             "optimizer": torch.optim.NAdam(model.parameters()),

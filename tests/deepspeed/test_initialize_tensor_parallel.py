@@ -212,13 +212,13 @@ def _refusals(rank: int, world: int) -> None:
         assert not any(map(is_dtensor, model.parameters()))
 
     refused(ValueError, "Net defines no plan for its layers. Pass plan=", make_net(), _config(2, 2))
-    refused(ValueError, "has 3 with 2 ranks, which it does not divide", _llama(), _config(2, 3))
+    refused(ValueError, "is 3 with 2 ranks, which it does not divide", _llama(), _config(2, 3))
     refused(
-        ValueError, "has 2 with shardcore.mesh", _llama(), _config(2, 2, shardcore={"mesh": [1, 2]})
+        ValueError, "is 2 with shardcore.mesh", _llama(), _config(2, 2, shardcore={"mesh": [1, 2]})
     )
     refused(
         ValueError,
-        "train_batch_size has 8; expected 16",
+        "train_batch_size is 8; expected 16",
         _llama(),
         _config(2, 2, train_batch_size=8),
     )
@@ -227,7 +227,7 @@ def _refusals(rank: int, world: int) -> None:
         NotImplementedError, "is given with Muon", _llama(), _config(2, 2) | {"optimizer": muon}
     )
     model = names.tp_model_init(_llama(), 4, torch.float32)
-    refused(ValueError, "has 2, and tp_model_init 4; expected the same", model, _config(2, 2))
+    refused(ValueError, "is 2, and tp_model_init 4; expected the same", model, _config(2, 2))
     with pytest.raises(ValueError, match="tp_group is given"):
         names.tp_model_init(model, 2, torch.float32, tp_group=object())
     model = _llama()
@@ -239,7 +239,7 @@ def _refusals(rank: int, world: int) -> None:
     sliced = shardcore.tensor_parallel(
         make_net(), mesh_of(world, 2)["tp"], {"head": "colwise_gather_output"}
     )
-    with pytest.raises(ValueError, match="has 4 with a model in 2 slices; expected"):
+    with pytest.raises(ValueError, match="is 4 with a model in 2 slices; expected"):
         shardcore.initialize(model=sliced, config=_config(2, 4))
     # what defines no plan is sliced before
     engine = shardcore.initialize(model=sliced, config=_config(2, 2))[0]

@@ -69,7 +69,7 @@ def test_what_is_not_there_is_refused_and_marks_nothing() -> None:
     assert utils.set_z3_leaf_modules(expert, [nn.Conv2d], raise_if_not_found=False) == []
     with pytest.raises(ValueError, match="has no module of"):
         utils.set_z3_leaf_modules(expert, [nn.Conv2d])
-    with pytest.raises(TypeError, match=r"leaf_module_classes\[1\] has 3"):
+    with pytest.raises(TypeError, match=r"leaf_module_classes\[1\] is 3"):
         utils.set_z3_leaf_modules(expert, [nn.Linear, 3])
     with pytest.raises(ValueError, match=r"for \['none'\]"):
         utils.set_z3_leaf_modules_by_name(expert, ["outer", "none"])

@@ -412,21 +412,21 @@ AT_LEAST_0 = "a finite number of at least 0"
 @pytest.mark.parametrize(
     ("kind", "name", "value", "message"),
     [
-        (WarmupLR, "warmup_num_steps", -1, "has -1; expected at least 0"),
-        (WarmupLR, "warmup_type", "cosine", 'has \'cosine\'; expected "log" or "linear"'),
+        (WarmupLR, "warmup_num_steps", -1, "is -1; expected at least 0"),
+        (WarmupLR, "warmup_type", "cosine", 'is \'cosine\'; expected "log" or "linear"'),
         (WarmupLR, "warmup_max_lr", [1.0], "has 1 values; expected one number, or 3 (the param_gr"),
-        (WarmupLR, "warmup_max_lr[2]", math.nan, f"has nan; expected {AT_LEAST_0}"),
-        (WarmupLR, "warmup_min_lr", -1e-3, f"has -0.001; expected {AT_LEAST_0}"),
-        (WarmupLR, FROM, -2, "has -2; expected at least -1"),
-        (WarmupDecayLR, "total_num_steps", -1, f"has -1; expected {AT_LEAST_0}"),
-        (WarmupCosineLR, "cos_min_ratio", [0.1], "has [0.1]; expected a number"),
-        (OneCycle, "cycle_max_lr", math.inf, f"has inf; expected {AT_LEAST_0}"),
-        (OneCycle, "cycle_first_step_size", 0, "has 0; expected a finite number above 0"),
-        (OneCycle, "cycle_second_step_size", -1, f"has -1; expected {AT_LEAST_0}"),
-        (OneCycle, "cycle_max_mom", 1.0, "has 1.0; expected a number in [0, 1)"),
-        (OneCycle, "cycle_momentum", "no", "has 'no'; expected true or false"),
-        (LRRangeTest, "lr_range_test_step_size", 0, "has 0; expected at least 1"),
-        (LRRangeTest, "lr_range_test_staircase", 1, "has 1; expected true or false"),
+        (WarmupLR, "warmup_max_lr[2]", math.nan, f"is nan; expected {AT_LEAST_0}"),
+        (WarmupLR, "warmup_min_lr", -1e-3, f"is -0.001; expected {AT_LEAST_0}"),
+        (WarmupLR, FROM, -2, "is -2; expected at least -1"),
+        (WarmupDecayLR, "total_num_steps", -1, f"is -1; expected {AT_LEAST_0}"),
+        (WarmupCosineLR, "cos_min_ratio", [0.1], "is [0.1]; expected a number"),
+        (OneCycle, "cycle_max_lr", math.inf, f"is inf; expected {AT_LEAST_0}"),
+        (OneCycle, "cycle_first_step_size", 0, "is 0; expected a finite number above 0"),
+        (OneCycle, "cycle_second_step_size", -1, f"is -1; expected {AT_LEAST_0}"),
+        (OneCycle, "cycle_max_mom", 1.0, "is 1.0; expected a number in [0, 1)"),
+        (OneCycle, "cycle_momentum", "no", "is 'no'; expected true or false"),
+        (LRRangeTest, "lr_range_test_step_size", 0, "is 0; expected at least 1"),
+        (LRRangeTest, "lr_range_test_staircase", 1, "is 1; expected true or false"),
     ],
 )
 def test_a_bad_value_is_named_and_changes_nothing(
@@ -452,16 +452,14 @@ def test_a_training_shorter_than_its_warmup_is_warned_of(caplog: pytest.LogCaptu
     for kind in (WarmupDecayLR, WarmupCosineLR):
         caplog.clear()
         kind(adam(), total_num_steps=5, warmup_num_steps=10)
-        assert f"{kind.__name__}: total_num_steps has 5, less than the warm-up's 10" in caplog.text
+        assert f"{kind.__name__}: total_num_steps is 5, less than the warm-up's 10" in caplog.text
 
 
 def test_the_state_of_another_scheduler_is_refused() -> None:
     schedule, other = WarmupLR(adam()), lr_scheduler.ConstantLR(adam())
     with pytest.raises(ValueError, match=r"load_state_dict: the keys of state_dict are \['factor'"):
         schedule.load_state_dict(other.state_dict())
-    with pytest.raises(
-        TypeError, match="WarmupLR: last_batch_iteration has None; expected a whole"
-    ):
+    with pytest.raises(TypeError, match="WarmupLR: last_batch_iteration is None; expected a whole"):
         schedule.load_state_dict({FROM: None})
     assert schedule.state_dict() == {FROM: -1}
 
@@ -503,24 +501,24 @@ def test_torchs_schedulers_go_by_their_names() -> None:
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ("WarmupLR", "config scheduler has 'WarmupLR'; expected an object"),
+        ("WarmupLR", "config scheduler is 'WarmupLR'; expected an object"),
         (
             {"type": "WarmupLr"},
-            "scheduler.type has 'WarmupLr'; expected one of LRRangeTest, .*WarmupLR, "
+            "scheduler.type is 'WarmupLr'; expected one of LRRangeTest, .*WarmupLR, "
             ".*CosineAnnealingLR",
         ),
-        ({"type": "Optimizer"}, "scheduler.type has 'Optimizer'"),
-        ({"type": "ChainedScheduler"}, "scheduler.type has 'ChainedScheduler'"),
-        ({"type": [3]}, r"scheduler.type has \[3\]; expected one of"),
+        ({"type": "Optimizer"}, "scheduler.type is 'Optimizer'"),
+        ({"type": "ChainedScheduler"}, "scheduler.type is 'ChainedScheduler'"),
+        ({"type": [3]}, r"scheduler.type is \[3\]; expected one of"),
         (
             {"params": {"warmup_min_lr": 0.0}},
-            "scheduler.type has None; expected one of LRRangeTest, OneCycle",
+            "scheduler.type is None; expected one of LRRangeTest, OneCycle",
         ),
         (
             {"type": "WarmupLR", "param": {}},
-            r"scheduler has \{.*; expected an object .* without other keys",
+            r"scheduler is \{.*; expected an object .* without other keys",
         ),
-        ({"type": "WarmupLR", "params": [1]}, r"scheduler.params has \[1\]; expected an object"),
+        ({"type": "WarmupLR", "params": [1]}, r"scheduler.params is \[1\]; expected an object"),
         (
             {"type": "WarmupLR", "params": {"warmup_steps": 3}},
             "scheduler.params: WarmupLR got an unexpected keyword argument 'warmup_steps'; "
@@ -533,7 +531,7 @@ def test_torchs_schedulers_go_by_their_names() -> None:
         ({"type": "StepLR", "params": {"step_sizes": 3}}, "scheduler.params: StepLR .*'step_size"),
         (
             {"type": "WarmupLR", "params": {"warmup_num_steps": "auto"}},
-            'scheduler.params.warmup_num_steps has "auto"; expected a',
+            'scheduler.params.warmup_num_steps is "auto"; expected a',
         ),
         (
             {"type": "WarmupDecayLR"},
@@ -547,7 +545,7 @@ def test_a_bad_section_is_refused_by_name(section: Any, message: str) -> None:
 
 
 def test_make_checks_names_and_values() -> None:
-    with pytest.raises(ValueError, match=r"make: name has 'warmuplr'; expected one of .*WarmupLR"):
+    with pytest.raises(ValueError, match=r"make: name is 'warmuplr'; expected one of .*WarmupLR"):
         make("warmuplr", {}, adam())
     with pytest.raises(
         ValueError, match="WarmupLR: warmup_max_lr has 2 values; expected one number"

@@ -164,8 +164,8 @@ def test_rank_0_alone_writes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
-        ("csv_monitor", [], r"config csv_monitor has \[\]; expected an object with keys"),
-        ("csv_monitor", {"enabled": 1}, "config csv_monitor.enabled has 1; expected true or false"),
+        ("csv_monitor", [], r"config csv_monitor is \[\]; expected {\"enabled\": false}"),
+        ("csv_monitor", {"enabled": 1}, "config csv_monitor.enabled is 1; expected true or false"),
         (
             "tensorboard",
             {"jobname": "x"},
@@ -179,9 +179,9 @@ def test_rank_0_alone_writes(tmp_path: Path) -> None:
         (
             "tensorboard",
             {"output_path": None},
-            "config tensorboard.output_path has None; expected text",
+            "config tensorboard.output_path is None; expected text",
         ),
-        ("wandb", {"group": 3}, "config wandb.group has 3; expected text"),
+        ("wandb", {"group": 3}, "config wandb.group is 3; expected text"),
     ],
 )
 def test_what_is_wrong_is_named(name: str, value: Any, message: str) -> None:

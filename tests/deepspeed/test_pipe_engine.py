@@ -467,7 +467,7 @@ def _resumed(rank: int, world: int, folder: str) -> None:
 
     engine = engine_of(2, tied=True)
     step(engine, 0)
-    with pytest.raises(ValueError, match="save_dir has ''"):
+    with pytest.raises(ValueError, match="save_dir is ''"):
         engine.save_checkpoint("")
     engine.save_checkpoint(folder, client_state={"seen": 3})
     expected = [step(engine, number) for number in (1, 2)]
@@ -537,13 +537,13 @@ def _refusals(rank: int, world: int) -> None:
         engine.train_batch(iter([(1, 2, 3)]))
     with pytest.raises(PipelineError, match="gradients are disabled"), torch.no_grad():
         engine.train_batch(batches(0, 3))
-    with pytest.raises(ValueError, match="reduce_output has 'sum'"):
+    with pytest.raises(ValueError, match="reduce_output is 'sum'"):
         engine.eval_batch(batches(0, 3), reduce_output="sum")
     for match, tied, config in [
-        ("stage has 3 for a PipelineModule with weights tied", True, {"stage": 3}),
+        ("stage is 3 for a PipelineModule with weights tied", True, {"stage": 3}),
         ("shardcore.mesh is given for a PipelineModule", False, {"shardcore": {"mesh": [1, 2]}}),
         (
-            "gradient_accumulation has False for a PipelineModule",
+            "gradient_accumulation is False for a PipelineModule",
             False,
             {"managed_gradient_accumulation": False},
         ),

@@ -304,9 +304,7 @@ def test_misuse() -> None:
         engine.backward(loss_of(engine, batch_of(0, 0, 0)))
     assert (engine.micro_steps, engine.global_steps) == (0, 0)
     for unset in (None, ""):
-        with pytest.raises(
-            ValueError, match=r"save_checkpoint: save_dir has .*; expected the path"
-        ):
+        with pytest.raises(ValueError, match=r"save_checkpoint: save_dir is .*; expected the path"):
             engine.save_checkpoint(unset)
     engine.backward(loss_of(engine, batch_of(0, 0, 0)))
     engine.step()

@@ -149,7 +149,7 @@ def test_a_loop_that_decides_when_to_step_updates_at_every_step() -> None:
     assert (engine.global_steps, engine.micro_steps, engine.global_samples) == (3, 3, 4 * 7)
     with pytest.raises(
         ValueError,
-        match=r"set_gradient_accumulation_boundary: config managed_gradient_accumulation has False"
+        match=r"set_gradient_accumulation_boundary: config managed_gradient_accumulation is False"
         ".*Trainer and Accelerate",
     ):
         engine.set_gradient_accumulation_boundary(True)

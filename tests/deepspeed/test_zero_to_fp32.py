@@ -65,7 +65,7 @@ def test_the_arguments_are_deepspeeds() -> None:
             for module in (zero_to_fp32, theirs)
         )
         assert here == there
-    with pytest.raises(ValueError, match="safe_serialization has False; expected True"):
+    with pytest.raises(ValueError, match="safe_serialization is False; expected True"):
         zero_to_fp32.convert_zero_checkpoint_to_fp32_state_dict("nothing", "out", "5GB", False)
 
 

@@ -642,7 +642,7 @@ def test_auto_is_resolved_as_transformers_does(tmp_path: Path) -> None:
         (
             None,
             {"deepspeed": {**CONFIG, "gradient_clipping": 2.0}},
-            "gradient_clipping has 2.0; expected 0.5, as the training",
+            "gradient_clipping is 2.0; expected 0.5, as the training",
         ),
         (
             None,

@@ -164,7 +164,7 @@ def _refusals(rank: int, world: int) -> None:
         deepspeed.initialize(model=nn.Linear(2, 2), config=ds_config(), mpu=mpu)
 
     with pytest.raises(
-        ValueError, match="config sequence_parallel_size has 2, and mpu 1; expected the same"
+        ValueError, match="config sequence_parallel_size is 2, and mpu 1; expected the same"
     ):
         deepspeed.initialize(model=llama(), config=ds_config(sequence_parallel_size=2))
     model, differ = llama(), ds_config(gradient_clipping=float(rank))
