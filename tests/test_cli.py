@@ -152,7 +152,7 @@ def test_consolidate(tmp_path, capsys):
         with pytest.raises(SystemExit) as stop:
             cli.main(["consolidate", str(tmp_path / "saved"), str(out), *bad])
         assert stop.value.code == 2
-    assert "the checkpoint does not exist" in capsys.readouterr().err
+    assert "/nothing does not exist" in capsys.readouterr().err
 
 
 def test_the_suites_are_those_of_the_checkout(capsys):

@@ -109,6 +109,11 @@ def find(op: str, folder: Path, tag: str | None) -> Path:
         foreign = folder.is_file() or (has_files and not checkpoints(folder))
         if (folder / MANIFEST).exists() or foreign:
             return folder
+        if not folder.exists():
+            raise FileNotFoundError(
+                errno.ENOENT,
+                f"{op}: {folder} does not exist. Pass the directory given to save",
+            )
         raise FileNotFoundError(
             errno.ENOENT,
             f"{op}: found neither {LATEST!r} nor {MANIFEST}. Pass the directory given to save, or "
@@ -123,9 +128,8 @@ def find(op: str, folder: Path, tag: str | None) -> Path:
         named = f", although {LATEST!r} names it" if by_latest else ""
         raise FileNotFoundError(
             errno.ENOENT,
-            f"{op}: the checkpoint does not exist{named}. Pass a checkpoint written by save as "
-            f"tag= ({_names(folder)})",
-            str(path),
+            f"{op}: the checkpoint {path} does not exist{named}. Pass a checkpoint written by save "
+            f"as tag= ({_names(folder)})",
         )
     return path
 

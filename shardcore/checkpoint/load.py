@@ -34,6 +34,7 @@ from shardcore.checkpoint.save import (
     EMA_UPDATES,
     Averages,
     Span,
+    check_order,
     check_pairs,
     columns_of,
     finish_saving,
@@ -122,6 +123,7 @@ def load(
             partly loaded. On the other ranks RuntimeError.
         OSError: For files that cannot be read.
     """
+    check_order("load", directory)
     engine = engine_behind("load", model)
     with together(engine.everyone, "load", "nothing was changed"):
         check_pairs("load", engine, optimizer, ema)
@@ -179,6 +181,8 @@ def has_checkpoint(folder: Path) -> bool:
     """Return whether `load` finds a checkpoint in a folder, whole or not; False if there is
     none, or none without its tag.
     """
+    if not folder.exists():
+        return False
     if (folder / LATEST).is_file():
         return True
     try:

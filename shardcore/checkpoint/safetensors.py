@@ -62,8 +62,11 @@ def open_file(op: str, path: Path) -> tuple[dict[str, FileTensor], Mapping[str, 
     except OSError:
         raise
     except Exception as error:  # of whatever kind damaged bytes cause
+        reason = repr(error)
+        if isinstance(error, ValueError):  # of Window, mostly
+            reason = str(error).removeprefix("load: ").removesuffix(": copy it again")
         raise ValueError(
-            f"{op}: {path} is torn or not a safetensors file ({error!r}). Copy it again"
+            f"{op}: {path} is torn or not a safetensors file ({reason}). Copy it again"
         ) from error
     if unknown:
         raise ValueError(

@@ -116,6 +116,7 @@ def save(
         stateful=stateful or {},
         ema=ema,
     )
+    check_order("save", directory)
     engine = engine_behind("save", model)
     with together(engine.everyone, "save", "nothing was saved"):
         check_pairs("save", engine, optimizer, ema)
@@ -123,6 +124,15 @@ def save(
     if ema is not None:
         ema.follow()
     return write_checkpoint(engine, folder, tag, content, save_latest, keep_last, wait)
+
+
+def check_order(op: str, directory: object) -> None:
+    """Raise TypeError for a model in place of the directory."""
+    if isinstance(directory, nn.Module):
+        raise TypeError(
+            f"{op}: directory is a {type(directory).__name__}; call "
+            f"{op}(directory, model, optimizer)"
+        )
 
 
 def path_of(op: str, directory: str | os.PathLike[str]) -> Path:

@@ -332,15 +332,15 @@ def test_names_that_are_not_there_change_nothing(tmp_path: Path) -> None:
     )
     assert "saved names (none)" in second[0]
     assert re.search(
-        r"FileNotFoundError: .*the checkpoint does not exist\. .* as tag= \(there\)",
+        r"FileNotFoundError: .*the checkpoint .* does not exist\. .* as tag= \(there\)",
         first[1],
     )
     assert re.search(
-        r"RuntimeError: load: rank 0 failed: FileNotFoundError.*\(there\).*missing.*nothing was "
+        r"RuntimeError: load: rank 0 failed: FileNotFoundError.*missing does not exist.*\(there\).*nothing was "
         r"changed",
         second[1],
     )
-    assert "found neither 'latest'" in first[2]
+    assert "/missing does not exist. Pass the directory given to save" in first[2]
     assert "load: rank 1 refused" in first[3]
     assert "rank_00001.json" in second[3]
     assert "rank 0 failed: FileNotFoundError" in second[2]

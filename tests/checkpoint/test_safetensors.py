@@ -15,6 +15,7 @@ from torch import nn
 
 import shardcore
 from shardcore.checkpoint.file_tensors import FileTensor, Window
+from shardcore.checkpoint.safetensors import open_files
 from tests.support.choice import combinations
 from tests.support.meta import frozen_net, init, meta, save
 from tests.support.models import (
@@ -425,3 +426,16 @@ def test_the_peak_of_slices_is_one_unit_above_them(tmp_path: Path, source: str) 
         for above, unit, model, kept in run_ranks(4, _peak, stage, "bf16", path, False, 2):
             assert 0 < above <= unit < model / 10
             assert model / 4 < kept < model * 2, "slices of weights, and shards of their states"
+
+
+@pytest.mark.parametrize("size", [3, 20])
+def test_a_cut_file_is_named_once(size: int, tmp_path: Path) -> None:
+    path = tmp_path / "small.safetensors"
+    path.write_bytes(((64).to_bytes(8, "little") + b"{" * 64)[:size])
+    with pytest.raises(ValueError, match=f"is {size} bytes long; expected ") as raised:
+        open_files(path)
+    text = str(raised.value)
+    assert text.startswith(f"shard: {path} is torn or not a safetensors file (")
+    assert text.count("opy it again") == 1
+    assert "ValueError" not in text
+    assert "load:" not in text

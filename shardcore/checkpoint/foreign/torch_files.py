@@ -241,14 +241,18 @@ def _find_model(
         places = ", ".join(
             _dotted((*at, *filter(None, [prefix.rstrip(".")]))) for at, prefix, _ in models
         )
-        places = places or f"none in {', '.join(map(repr, list(tree)[:5])) or 'nothing'}"
+        found = f"contains the model's names in {len(models)} places ({places})"
+        if not models:
+            keys = ", ".join(map(repr, list(tree)[:5]))
+            found = (
+                f"contains no name of the model (its keys are {keys})"
+                if keys
+                else "contains an empty dict"
+            )
         expected = f"under {', '.join(_MODEL_KEYS)}, or alone"
         if names:
             expected = f"containing names like {', '.join(list(names)[:3])}"
-        raise ValueError(
-            f"load: {path} contains the model's names in {len(models)} places ({places}); expected "
-            f"one state dict {expected}"
-        )
+        raise ValueError(f"load: {path} {found}; expected one state dict {expected}")
     return models[0]
 
 

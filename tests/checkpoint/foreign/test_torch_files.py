@@ -156,7 +156,7 @@ def test_other_orders_of_names(trained: Any, tmp_path: Path) -> None:
             r"has shape .*; expected one shape\. Pass names in",
         ),
         (names[1:], r"numbers \d+ parameters, but \d+ names are given"),
-        (["a", "b"], "contains the model's names in 0 places"),
+        (["a", "b"], r"contains no name of the model \(its keys are 'model', 'optimizer'\)"),
     ):
         with pytest.raises(ValueError, match=text):
             open_foreign(path, other_names)
@@ -235,7 +235,8 @@ def test_averages_beside_the_model(trained: Any, tmp_path: Path) -> None:
     for saved, text in (
         ({"a": weights, "ema": ema}, r"in 2 places \(a, ema\)"),
         ({"model": weights, "d": states, "g": states | {}}, r"optimizers in 2 places \(d, g\)"),
-        ({"epoch": 3}, "none in 'epoch'"),
+        ({"epoch": 3}, r"contains no name of the model \(its keys are 'epoch'\); expected one"),
+        ({}, r"last\.pt contains an empty dict; expected one state dict"),
         (
             {"model": weights, "optimizer": {"state": {}, "param_groups": [{"lr": 1}]}},
             r"last\.pt is damaged or in another format \(KeyError: 'params'\)",
