@@ -98,10 +98,9 @@ class ShardOptions:
         if self.stage not in LIFETIMES:
             raise ValueError(f"shard: stage is {self.stage}; expected 0, 1, 2 or 3")
         for name, choices in CHOICES.items():
-            if getattr(self, name) not in choices:
-                quoted = ["None" if choice is None else f'"{choice}"' for choice in choices]
-                expected = " or ".join(quoted)
-                raise ValueError(f"shard: {name} is {getattr(self, name)!r}; expected {expected}")
+            value = getattr(self, name)
+            if value not in choices:
+                raise ValueError(f"shard: {name} is {value!r}; {_expected(value, choices)}")
         if not isinstance(self.cast_inputs, bool) and self.cast_inputs != "units":
             raise TypeError(
                 f'shard: cast_inputs is {self.cast_inputs!r}; expected True, False or "units"'
@@ -241,6 +240,17 @@ class ShardOptions:
         return values | {"offload": self.tiers, "compile": compiled.in_words(self.compile)}
 
 
+def _expected(value: object, choices: Iterable[str | None]) -> str:
+    """Return the end of a message about a value: the nearest choice, or all of them."""
+    words = [choice for choice in choices if choice is not None]
+    near = None if value in tuple(DTYPES) else nearest(value, words)
+    if near is not None:
+        return f'did you mean "{near}"?'
+    expected = " or ".join("None" if choice is None else f'"{choice}"' for choice in choices)
+    dtypes = ", ".join(str(DTYPES[word]) for word in words if word in DTYPES)
+    return f"expected {expected}" + (f" ({dtypes})" if dtypes else "")
+
+
 OPTIONS = tuple(field.name for field in fields(ShardOptions))
 GROUPS = ("process_group", "model_parallel_group", "ranks_per_node")  # the other ones of shard
 
@@ -266,6 +276,11 @@ def offload_options(offload: Mapping[str, Any] | str | None, stage: int) -> Offl
         )
     keys = tuple(field.name for field in fields(OffloadOptions) if field.name != "auto")
     for key in offload:
+        if key == "device":
+            raise ValueError(
+                f'shard: offload has the unknown key "device"; write '
+                f'{{"optimizer": "{offload[key]}"}}'
+            )
         if key not in keys:
             raise ValueError(
                 f"shard: offload has the unknown key {key!r}; {did_you_mean(key, keys)}"
@@ -280,15 +295,25 @@ def offload_options(offload: Mapping[str, Any] | str | None, stage: int) -> Offl
             f"{offload.get('ratio', 1.0)!r}; "
             'expected the optimizer on "nvme", too, and no ratio'
         )
+    if tier is None:
+        given = ", ".join(map(str, offload)) or "no key"
+        raise ValueError(
+            f'shard: offload has {given} without "optimizer"; add "optimizer": "cpu" or "nvme"'
+        )
     if tier not in ("cpu", "nvme"):
-        raise ValueError(f'shard: offload["optimizer"] is {tier!r}; expected "cpu" or "nvme"')
+        expected = _expected(tier, ("cpu", "nvme"))
+        raise ValueError(f'shard: offload["optimizer"] is {tier!r}; {expected}')
     path_option = offload.get("path")
     path = _paths_of(path_option)
-    if (path is None) != (tier == "cpu"):
+    if path is None and tier == "nvme":
         raise ValueError(
-            f'shard: offload["path"] is {path_option!r} with the optimizer on "{tier}"; expected a '
-            f"directory on the disk to use with "
-            '"nvme", else None'
+            'shard: offload["optimizer"] is "nvme" without "path"; add "path": DIR, a directory on '
+            "the disk to use"
+        )
+    if path is not None and tier == "cpu":
+        raise ValueError(
+            f'shard: offload["path"] is {path_option!r} with the optimizer on "cpu"; remove it, or '
+            'use "optimizer": "nvme"'
         )
     pin_memory = offload.get("pin_memory", True)
     if not isinstance(pin_memory, bool):
@@ -589,7 +614,7 @@ def replace_optimizer(
         logger.log(
             level,
             "shard: made %s from %s. Use the optimizer that shard() returns: it shares "
-            "param_groups with the old optimizer, whose step() does nothing now.",
+            "param_groups with the old optimizer, whose step() now raises an error.",
             "a shardcore.FusedAdam" if isinstance(new, AdamOptimizer) else "a sharded optimizer",
             kind,
         )

@@ -3,6 +3,7 @@
 import copy
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from torch import nn
 
 import shardcore
+from tests.support.logs import logged
 from tests.support.models import Run, adam, batch_of, hash_of_training, loss_of, make_net, train
 from tests.support.ranks import run_ranks
 
@@ -48,12 +50,12 @@ from tests.support.ranks import run_ranks
         (
             {"offload": {"optimizer": "nvme"}},
             ValueError,
-            "path.* is None with the optimizer on .nvme.; expected a directory",
+            r'offload\["optimizer"\] is "nvme" without "path"; add "path": DIR',
         ),
         (
             {"offload": {"optimizer": "cpu", "path": "/x"}},
             ValueError,
-            "path.* is '/x' with the optimizer on .cpu.; expected",
+            "path.* is '/x' with the optimizer on .cpu.; remove it",
         ),
         (
             {"offload": {"optimizer": "nvme", "path": 3}},
@@ -119,7 +121,34 @@ from tests.support.ranks import run_ranks
             ValueError,
             "at stage 0, where p.grad shows them",
         ),
-        ({"offload": {"gradients": "cpu"}}, ValueError, 'optimizer.* is None; expected "cpu"'),
+        (
+            {"offload": {"gradients": "cpu"}},
+            ValueError,
+            'offload has gradients without "optimizer"; add "optimizer": "cpu"',
+        ),
+        ({"offload": {}}, ValueError, 'offload has no key without "optimizer"; add'),
+        (
+            {"offload": {"device": "nvme"}},
+            ValueError,
+            'unknown key "device"; write {"optimizer": "nvme"}$',
+        ),
+        (
+            {"offload": {"optimizer": "cpuu"}},
+            ValueError,
+            r"offload\[\"optimizer\"\] is 'cpuu'; did you mean \"cpu\"\?",
+        ),
+        ({"precision": "bf61"}, ValueError, "precision is 'bf61'; did you mean \"bf16\"\\?"),
+        (
+            {"precision": torch.float64},
+            ValueError,
+            'precision is torch.float64; expected "bf16" or "fp16" or "fp32" or None '
+            r"\(torch.bfloat16, torch.float16, torch.float32\)",
+        ),
+        (
+            {"grad_dtype": "fp16"},
+            ValueError,
+            r"grad_dtype is 'fp16'; expected \"bf16\" or \"fp32\" \(torch.bf",
+        ),
         (
             {"offload": {"params": "cpu", "gradients": "cpu"}, "stage": 3},
             ValueError,
@@ -195,6 +224,30 @@ def test_options(options: dict[str, Any], error: type[Exception], text: str) -> 
     assert not hasattr(model, "_shardcore_engine")
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
     shardcore.shard(model, optimizer, precision="fp32")
+
+
+def test_arguments_in_another_order(tmp_path: Path) -> None:
+    model = make_net()
+    optimizer = adam(model)
+    with pytest.raises(TypeError, match=r"model has type FusedAdam.* Call shard\(model, optimizer"):
+        shardcore.shard(optimizer, model)
+    model, optimizer = shardcore.shard(model, optimizer)
+    for function in (shardcore.save, shardcore.load):
+        name = function.__name__
+        text = rf"^{name}: directory is a Net; call {name}\(directory, model, optimizer\)$"
+        with pytest.raises(TypeError, match=text):
+            function(model, tmp_path, optimizer)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_a_memory_format_after_shard_is_named(stage: int) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3))
+    model, optimizer = shardcore.shard(model, adam(model), stage)
+    model.to(memory_format=torch.channels_last)
+    model(torch.ones(1, 3, 4, 4)).mean().backward()
+    with pytest.raises(ValueError, match=r"0\.weight .* nor call \.to\(memory_format=\) on it"):
+        optimizer.step()
 
 
 def test_a_forgotten_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,7 +341,9 @@ def test_a_replaced_optimizer_refuses_to_work() -> None:
     old.register_step_post_hook(lambda *_: calls.append(1))
     old.register_state_dict_post_hook(lambda self, state: {**state, "mine": 2})
     old.register_load_state_dict_pre_hook(lambda self, state: calls.append(state.pop("mine")))
-    model, optimizer = shardcore.shard(model, old, precision="fp32")
+    with logged() as said:
+        model, optimizer = shardcore.shard(model, old, precision="fp32")
+    assert said[0].endswith("the old optimizer, whose step() now raises an error.")
     for method, args in (
         ("step", ()),
         ("add_param_group", ({},)),

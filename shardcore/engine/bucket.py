@@ -547,9 +547,9 @@ class Bucket:
             if managed.storage_now() != managed.storage or managed.param.dtype != self.dtype:
                 raise ValueError(
                     f"{op}: {managed.name} is no longer stored in shardcore's memory. Do not "
-                    "re-assign .data, and do not move or cast a sharded model (Accelerate's "
-                    "prepare() and Trainer do so on several CPU ranks). Edit weights in place, or "
-                    "use load_state_dict"
+                    "re-assign .data, and do not move or cast a sharded model, nor call "
+                    ".to(memory_format=) on it (Accelerate's prepare() and Trainer move it on "
+                    "several CPU ranks). Edit weights in place, or use load_state_dict"
                 )
 
     def owned_slice(self, full: torch.Tensor) -> torch.Tensor:

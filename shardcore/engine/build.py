@@ -101,7 +101,10 @@ def check_model(model: nn.Module, alone: bool) -> None:
     if before is not None and not before.gives_way:
         raise ValueError("shard: the model is already sharded; call shard() once")
     if not isinstance(model, nn.Module):
-        raise TypeError(f"shard: model has type {type(model).__name__}; expected a torch.nn.Module")
+        raise TypeError(
+            f"shard: model has type {type(model).__name__}; expected a torch.nn.Module. Call "
+            "shard(model, optimizer)"
+        )
     check_unwrapped("shard", model)
     check_placement("shard", model)
     for name, module in model.named_modules():

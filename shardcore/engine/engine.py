@@ -112,6 +112,7 @@ class Engine:
         for param in [*self.managed, *(param for _, param in self.unmanaged)]:
             param.__dict__["_shardcore_engine"] = EngineRef(self)
         self.mistakes = Mistakes(plan.policy.accumulate, self.comm.rank)
+        self.mistakes.warn_of_frozen(plan.optimizer)
         self.membership: Membership  # hooks.attach makes it
         # of the model's modules, which keep them
         self.hooks: weakref.WeakSet[Any] = weakref.WeakSet()

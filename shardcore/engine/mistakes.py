@@ -6,6 +6,7 @@ An ordinary step does not enter this file (tests/engine/test_hot_path.py).
 import logging
 from collections.abc import Sequence
 
+import torch
 from torch import nn
 
 from shardcore.torch_private import compiled_parts, disable_dynamo, is_compiled
@@ -91,6 +92,16 @@ class Mistakes:
                 "forward: torch.compile is around the whole model. Its graph ends at each hook of "
                 "shardcore, and gradients are reduced only after the backward of a whole graph. "
                 "Pass compile=True to shard() instead, which compiles each unit."
+            )
+
+    def warn_of_frozen(self, optimizer: torch.optim.Optimizer) -> None:
+        """Warn of an optimizer none of whose parameters requires a gradient."""
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        if self._speaks and params and not any(param.requires_grad for param in params):
+            self._say(
+                "shard: no parameter of the optimizer requires a gradient, so steps update "
+                "nothing. Set requires_grad before shard(), or pass None as the optimizer of a "
+                "model that only runs forward."
             )
 
     def warn_of_lost_edits(self, names: Sequence[str]) -> None:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 from torch.autograd.graph import increment_version
 
 from shardcore._native import _C
@@ -148,6 +149,10 @@ class AdamOptimizer(ShardableOptimizer):
             stochastic_rounding=stochastic_rounding,
             seed=seed,
         )
+        if isinstance(params, nn.Module):
+            raise TypeError(
+                f"{self._op}: params is a {type(params).__name__}; pass model.parameters()"
+            )
         super().__init__(params, defaults)
         self.state = defaultdict(ParamState)
 

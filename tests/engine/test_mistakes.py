@@ -272,3 +272,17 @@ def test_compile_around_units_before_shard_is_named(
     for warning in said:
         assert re.search(text or "", warning)
         assert "Pass compile=True to shard()" in warning
+
+
+@STAGES
+@pytest.mark.parametrize("trained", ["head", ""])
+def test_an_optimizer_of_frozen_parameters(stage: int, trained: str) -> None:
+    model = make_net()
+    model.requires_grad_(False)
+    if trained:
+        model.get_submodule(trained).requires_grad_(True)
+    optimizer = adam(model)
+    with logged() as said:
+        shardcore.shard(model, optimizer, stage)
+    expected = [] if trained else ["shard: no parameter of the optimizer requires a gradient"]
+    assert [text.partition(",")[0] for text in said] == expected

@@ -254,3 +254,10 @@ def test_param_groups_of_torch_mean_what_they_meant(make, adam_w_mode):
     run_steps(make(reference, lr=0.01, weight_decay=0.5, adam_w_mode=adam_w_mode), reference, 0, 3)
     assert all(torch.equal(p, q) for p, q in zip(ours, reference, strict=True))
     assert optimizer.state_dict()["param_groups"][0]["decoupled_weight_decay"] is adam_w_mode
+
+
+def test_a_module_in_place_of_its_parameters(make):
+    for model in (torch.nn.Linear(3, 2), torch.nn.Sequential(torch.nn.Linear(3, 2))):
+        text = rf"Adam: params is a {type(model).__name__}; pass model\.parameters\(\)$"
+        with pytest.raises(TypeError, match=text):
+            make(model)
