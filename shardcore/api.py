@@ -43,6 +43,7 @@ from shardcore.engine.hooks import attach
 from shardcore.engine.loss_scale import LossScale
 from shardcore.engine.mistakes import warn_of_compiled
 from shardcore.engine.optimizer_state import ShardedStates
+from shardcore.engine.pieces import check_pieces, hide, lay_out, partitioned_params, show
 from shardcore.engine.plan import Plan, input_casts
 from shardcore.engine.regroup import regroup
 from shardcore.engine.slices import refuse_slices, slice_mesh
@@ -412,10 +413,26 @@ def shard_and_log(
     if optimizer is None:
         given["offload"] = without_states(given.get("offload"))
     options = ShardOptions(**given)
-    plan, filler, options = _plan(
-        model, user_optimizer, options, process_group, model_parallel_group, ranks_per_node
-    )
-    old = engine_of(model)
+    partitioned = show(model)
+    try:
+        plan, filler, options = _plan(
+            model, user_optimizer, options, process_group, model_parallel_group, ranks_per_node
+        )
+        _shard(plan, filler, user_optimizer, options, level)
+    finally:
+        hide(partitioned)
+    return model, None if optimizer is None else plan.optimizer
+
+
+def _shard(
+    plan: Plan,
+    filler: FromInit | FromFiles | None,
+    user_optimizer: Any,
+    options: ShardOptions,
+    level: int,
+) -> None:
+    """Take memory, move the weights there, and start the engine. Collective."""
+    old = engine_of(plan.model)
     if old is not None:  # the new engine takes its place
         relay.begin("initialize", old)
         plan.builder.values_of_params = partial(relay.values_in, old)
@@ -430,7 +447,6 @@ def shard_and_log(
         if isinstance(files, Slots):
             files.close()
         raise
-    return model, None if optimizer is None else plan.optimizer
 
 
 def _plan(
@@ -492,6 +508,8 @@ def _plan(
                 bool(comm.slices),
                 '"durable": False',
             )
+        pieces = partitioned_params(model)
+        check_pieces(comm, pieces)
         build.check_model(model, alone=comm.world_size == 1)
         trains = not isinstance(user_optimizer, NoOptimizer)
         optimizer = user_optimizer
@@ -517,6 +535,12 @@ def _plan(
             "shard: Muon", whole_matrices, "an elementwise optimizer, as it takes whole matrices"
         )
         build.check_states(user_optimizer, optimizer.kind, builder)
+        builder.late = set(pieces)
+        if pieces and options.materialize is not None:
+            raise ValueError(
+                "shard: materialize is given, and zero.Init has made the weights. Pass "
+                'materialize=None, or build the model under torch.device("meta")'
+            )
         filler = plan_materialize(model, options.materialize)
         buckets = builder.plan(model, specs, optimizer)
         options.check_loss_scale({bucket.dtype for bucket in buckets})
@@ -764,9 +788,11 @@ def _fill(
     if old is not None:
         relay.bring_back(old, replicated)
         relay.end(old)
-    builder.move_rest([tensor for tensor in replicated if not tensor.is_meta], options.broadcast)
+    has_values = [t for t in replicated if not t.is_meta and t not in builder.late]
+    builder.move_rest(has_values, options.broadcast)
     if filler is not None:
         filler.fill(builder, buckets, plan.store, options.broadcast)
+    lay_out(builder, buckets, plan.store, plan.model)
 
 
 def _start(

@@ -16,7 +16,7 @@ from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from functools import cache, partial, wraps
 from operator import attrgetter, methodcaller
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -330,3 +330,20 @@ def is_in_bad_fork() -> bool:
     at the first use of CUDA tells, which initializes it where there is none.
     """
     return torch.cuda._is_in_bad_fork()
+
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+def unseen(function: Callable[_P, _R]) -> Callable[_P, _R]:
+    """Return a function whose calls of torch no TorchFunctionMode sees; publicly only such a mode
+    itself leaves it.
+    """
+
+    @wraps(function)
+    def call(*args: _P.args, **kwargs: _P.kwargs) -> _R:
+        with torch._C.DisableTorchFunction():
+            return function(*args, **kwargs)
+
+    return call

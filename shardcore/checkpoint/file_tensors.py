@@ -4,11 +4,13 @@ several pieces or boxes.
 Sizes are compared with the file before memory is taken. Files are read, not mapped: one that
 shrinks while it is mapped would end the process.
 Each read opens and closes its file, so descriptors never run out and threads can share a source.
+`counts` has the bytes that this process has read, for benchmarks.
 """
 
 import errno
 import os
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -21,6 +23,8 @@ from typing import Any, BinaryIO, TypeAlias
 import torch
 
 from shardcore.checkpoint.source import Source
+
+counts: Counter[str] = Counter()
 
 _AT_ONCE = 1 << 22  # elements of a tensor that is not contiguous, read at once
 
@@ -83,6 +87,7 @@ class Window:
                 )
             file.seek(part.start)
             count = file.readinto(content)  # type: ignore[attr-defined]
+        counts["bytes_read"] += count
         if count != part.size:
             raise ValueError(
                 f"load: {self.path} ends at {part.start + count}; expected {part.size - count} "

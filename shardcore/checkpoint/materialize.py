@@ -8,34 +8,24 @@ that needs no values runs before anything changes.
 A function fills module after module in the model's order, not that of units, so random numbers are
 drawn as when the model is built. For the same reason a module that shares a weight with an earlier
 one fills a temporary tensor. Memory is NaN before it is filled, so what a function leaves out is an
-error. Files are memory-mapped, and each rank reads the ranges of its pieces. Tensors that
-transformers converts (Mixtral's experts) are made in full, one at a time, on each rank that has a
-part of them. Matrices of float8 with factors by block (DeepSeek V3) become float32 part by part.
-
-A model of transformers implies that it is imported, so it is never imported here. Its private
-names are used in this file alone; tested with transformers 5.23. Versions before 5 convert no
-weights: names are those of the files.
+error. Each rank reads the ranges of its pieces from files (see also pretrained.py).
 """
 
 import logging
 import os
 import re
-import sys
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import deepcopy
-from functools import partial
-from importlib import import_module
 from math import isnan
-from types import SimpleNamespace
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import nn
 
-from shardcore.checkpoint.file_tensors import Box, FileTensor, Fp8Blocks, Stored, slices_of, whole
+from shardcore.checkpoint.file_tensors import FileTensor, Stored
 from shardcore.checkpoint.format import cut
+from shardcore.checkpoint.pretrained import Converted, InFile, is_pretrained, tensors_for
 from shardcore.checkpoint.safetensors import PathLike, open_files
 from shardcore.checkpoint.source import ReadPart, read_columns
 from shardcore.distributed.compare import Entry
@@ -47,15 +37,6 @@ from shardcore.engine.states import StateStore, part_of, set_weights
 from shardcore.layout import Columns
 from shardcore.optim.dtensor import is_dtensor
 from shardcore.torch_private import is_persistent, use_count_of
-
-InFile: TypeAlias = FileTensor | Fp8Blocks
-
-
-def _is_pretrained(module: nn.Module) -> bool:
-    return isinstance(
-        module, getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", ())
-    )
-
 
 class OwnInit:
     """Initializes a module as building it does: by `_init_weights` of the transformers model around
@@ -75,7 +56,7 @@ class OwnInit:
         of_name: dict[str, list[tuple[Any, nn.Module]]] = {}
         for name, module in model.named_modules():
             calls = of_name[name.rpartition(".")[0]] if name else []
-            if _is_pretrained(module):
+            if is_pretrained(module):
                 calls = [(module, module), *calls]
             elif calls:
                 owner, _ = calls[0]
@@ -182,149 +163,6 @@ def is_blank(tensor: torch.Tensor) -> bool:
     return bool(blank.any())
 
 
-def _dequantized(model: nn.Module, files: Mapping[str, FileTensor]) -> Mapping[str, InFile]:
-    """Return files with float8 matrices as float32 ones, unless the model has their factors."""
-    end = "_scale_inv"
-    if any(name.endswith(end) for name, _ in _named(model)):
-        return files
-    tensors: dict[str, InFile] = {**files}
-    for name, codes in files.items():
-        if codes.dtype == torch.float8_e4m3fn and name + end in files:
-            tensors[name] = Fp8Blocks(name, codes, files[name + end])
-            del tensors[name + end]
-    return tensors
-
-
-def tensors_for(
-    model: nn.Module, in_files: Mapping[str, FileTensor]
-) -> "tuple[Mapping[str, InFile | Converted], Sequence[str]]":
-    """Return the tensors in files under the names of `model`; and names that it does not have,
-    which from_pretrained drops with a report (the old head under a new one).
-    """
-    files = _dequantized(model, in_files)
-    if not _is_pretrained(model):
-        return files, ()
-    try:
-        loading, mapping = (
-            import_module(f"transformers.{name}")
-            for name in ("core_model_loading", "conversion_mapping")
-        )
-    except ModuleNotFoundError:
-        return files, ()
-    conversion = Conversion(model, files, loading, mapping.get_model_conversion_mapping(model))
-    return conversion.tensors, conversion.dropped
-
-
-class Conversion:
-    """Tensors in files under a transformers model's names. dropped: see `tensors_for`.
-
-    Tensors that are only renamed are read by ranges. Those that transformers makes of several, or
-    in another form, are made in full when they are read, and stay until the next such read.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        files: Mapping[str, InFile],
-        loading: Any,
-        transforms: list[Any],
-    ) -> None:
-        """Convert names as transformers does. Reads no values: shapes come from a conversion of
-        meta tensors.
-        """
-        self._model, self._files = model, files
-        self._parts: dict[str, tuple[Any, list[tuple[str, str]]]] = {}
-        self._converted: tuple[str, dict[str, torch.Tensor]] | None = None
-        key_of: dict[str, str] = {}
-        renamings = [each for each in transforms if isinstance(each, loading.WeightRenaming)]
-        converters = [each for each in transforms if isinstance(each, loading.WeightConverter)]
-        converter_of = {pattern: each for each in converters for pattern in each.source_patterns}
-        state_dict = model.state_dict()
-        rename = partial(
-            loading.rename_source_key,
-            base_model_prefix=model.base_model_prefix,
-            meta_state_dict=state_dict,
-        )
-        for key in sorted(files, key=loading.dot_natural_key):
-            name, pattern = rename(key, renamings, converters)
-            if name not in state_dict and key in state_dict:
-                name, pattern = rename(key, [], [])
-            if pattern is None or name not in state_dict:
-                key_of.setdefault(name, key)
-            else:
-                _, parts = self._parts.setdefault(name, (converter_of[pattern], []))
-                parts.append((key, pattern))
-        unexpected = SimpleNamespace(
-            missing_keys=set(), unexpected_keys=key_of.keys() - state_dict.keys()
-        )
-        # removes what from_pretrained ignores
-        model._adjust_missing_and_unexpected_keys(unexpected)
-        self.dropped = [name for name in key_of if name in unexpected.unexpected_keys]
-        self.tensors: dict[str, InFile | Converted] = {
-            name: files[key] for name, key in key_of.items() if name in state_dict
-        }
-        for first, (_, parts) in self._parts.items():
-            for name, empty in self._convert(first, _empty).items():
-                self.tensors[name] = Converted(self, first, name, empty.shape, files[parts[0][0]])
-
-    def full(self, first: str) -> dict[str, torch.Tensor]:
-        """Return the tensors that are made with `first`, by name, flattened."""
-        if self._converted is None or self._converted[0] != first:
-            self._converted = None  # freed before the next ones are made
-            converted = self._convert(first, whole)
-            self._converted = first, {each: full.reshape(-1) for each, full in converted.items()}
-        return self._converted[1]
-
-    def _convert(
-        self, first: str, values: Callable[[InFile], torch.Tensor]
-    ) -> dict[str, torch.Tensor]:
-        """Return what transformers makes of the tensors that become `first`, and perhaps others,
-        by name.
-        """
-        converter, parts = self._parts[first]
-        converter = deepcopy(converter)
-        for key, pattern in parts:
-            converter.add_tensor(first, key, pattern, partial(values, self._files[key]))
-        try:
-            converted = converter.convert(first, model=self._model, config=self._model.config)
-        except Exception as error:
-            keys = ", ".join(key for key, _ in parts[:3])
-            raise ValueError(
-                f"shard: transformers cannot make {first} of {keys} in "
-                f"{self._files[parts[0][0]].path} ({type(error).__name__}: {error}); expected "
-                "files of this model"
-            ) from error
-        return {
-            name: value[0] if isinstance(value, list) else value
-            for name, value in converted.items()
-        }
-
-
-class Converted(Stored):
-    """A tensor that transformers makes of others in files."""
-
-    def __init__(
-        self,
-        conversion: Conversion,
-        first: str,
-        name: str,
-        shape: torch.Size,
-        source: InFile,
-    ) -> None:
-        """first: with which tensor it is made. source: the first of those that it is made of."""
-        self._conversion, self._first, self._name = conversion, first, name
-        self.shape, self.grid = tuple(shape), (shape.numel(),)
-        self.path, self.dtype = source.path, source.dtype
-
-    def part(self, box: Box) -> torch.Tensor:
-        """See Stored."""
-        return self._conversion.full(self._first)[self._name][slices_of(box)]
-
-
-def _empty(tensor: InFile) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-
-
 logger = logging.getLogger("shardcore")
 
 Fill: TypeAlias = Callable[[nn.Module], object]
@@ -398,7 +236,7 @@ def _tensors_inside(
 
 
 def _outermost_pretrained(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    if _is_pretrained(module):
+    if is_pretrained(module):
         yield prefix, module
         return
     for name, child in module.named_children():

@@ -101,7 +101,7 @@ def is_file_name(name: object) -> bool:
     )
 
 
-def open_files(paths: PathLike | Sequence[PathLike]) -> dict[str, FileTensor]:
+def open_files(paths: PathLike | Sequence[PathLike], op: str = "shard") -> dict[str, FileTensor]:
     """Return the tensors by name of a .safetensors file, of several, or of a folder in Hugging
     Face's layout (its index, or model.safetensors). Reads no values.
 
@@ -113,12 +113,12 @@ def open_files(paths: PathLike | Sequence[PathLike]) -> dict[str, FileTensor]:
     for path in dict.fromkeys(path for item in items for path in _files_of(Path(item))):
         if not path.exists():
             raise FileNotFoundError(
-                f"shard: the file {path} does not exist. The copy may be incomplete"
+                f"{op}: the file {path} does not exist. The copy may be incomplete"
             )
-        for name, tensor in open_file("shard", path)[0].items():
+        for name, tensor in open_file(op, path)[0].items():
             if name in tensors:
                 raise ValueError(
-                    f"shard: {name} is in {tensors[name].path} and in {path}; expected it in one "
+                    f"{op}: {name} is in {tensors[name].path} and in {path}; expected it in one "
                     f"file"
                 )
             tensors[name] = tensor

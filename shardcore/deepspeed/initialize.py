@@ -46,6 +46,7 @@ from shardcore.distributed.groups import use_own_gpu
 from shardcore.distributed.launchers import env_int, follow_launcher, launched_world_size
 from shardcore.engine.agreement import agree, together
 from shardcore.engine.engine import Engine
+from shardcore.engine.pieces import assemble, hide, show
 from shardcore.engine.slices import slice_mesh
 from shardcore.engine.unshard import tensors_in
 from shardcore.optim import FusedAdam, Muon, ShardableOptimizer
@@ -122,7 +123,7 @@ def initialize(
         mpu: The result of UlyssesSPAttentionHF.register_with_transformers, for long sequences. Any
             other mpu, and mesh_param, may only describe parallelism over 1 rank.
         materialize: The values of a model that was built under `torch.device("meta")`, as in shard.
-            It replaces DeepSpeed's zero.Init.
+            A model of zero.Init has its values.
 
     Returns a TrainingEngine as the engine. Without an optimizer here and in the configuration, the
     engine is a ForwardEngine, whose backward raises an error. The returned optimizer is then None,
@@ -163,6 +164,7 @@ def initialize(
     chosen: Any = None  # the optimizer to shard
     options_before: _Options = []
     old = engine_of(model)
+    partitioned = show(model)
     try:
         if both_configs:
             raise ValueError(
@@ -255,6 +257,7 @@ def initialize(
         if pipe is not None:
             options = _pipeline_options(pipe, settings, options)
         if slices > 1:
+            assemble(partitioned)  # slices are cut from full weights
             mesh = _slice(model, chosen, slices, comm.device)
             options["process_group"] = mesh["dp"]
         if old is not None:
@@ -274,6 +277,7 @@ def initialize(
         raise
     finally:
         problems.clear()
+        hide(partitioned)
     if old is not None:
         supersede(old)
     if adam is not None and adam is not chosen:

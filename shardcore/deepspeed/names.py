@@ -18,10 +18,8 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
-from functools import partial
 from importlib.machinery import ModuleSpec
 from importlib.util import module_from_spec
-from itertools import count
 from operator import attrgetter
 from types import ModuleType
 from typing import Any
@@ -30,7 +28,6 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from shardcore.deepspeed import (
     fragments,
@@ -52,15 +49,12 @@ from shardcore.deepspeed.config import read_config
 from shardcore.deepspeed.initialize import initialize, make_tensor_mesh, start_process_group
 from shardcore.deepspeed.loaders import RepeatingLoader
 from shardcore.deepspeed.monitor import MonitorMaster
-from shardcore.deepspeed.params import ZeroParamStatus
 from shardcore.deepspeed.training_engine import TrainingEngine
+from shardcore.deepspeed.zero_init import Init, gathered_parameters
 from shardcore.distributed.comm import Comm
 from shardcore.engine.engine import Engine
-from shardcore.engine.full_params import gathered, leaving, spread_made
-from shardcore.engine.slices import refuse_slices
+from shardcore.engine.pieces import ZeroParamStatus
 from shardcore.optim import CPUAdam, FusedAdam, Lion, ShardableOptimizer
-from shardcore.optim.dtensor import is_dtensor
-from shardcore.optim.interface import engine_of
 
 logger = logging.getLogger("shardcore")
 
@@ -214,100 +208,6 @@ def _refused(name: str) -> type:
 
 
 # --- zero -----------------------------------------------------------------------------------------
-
-
-class Init:
-    """A context in which DeepSpeed shards weights at construction. shardcore constructs them in
-    full, and `initialize` shards them.
-
-    Parameters of this context have the same numbers on all ranks: see gathered_parameters.
-    """
-
-    def __init__(
-        self, module: nn.Module | None = None, *args: Any, enabled: bool = True, **kwargs: Any
-    ) -> None:
-        """Start torch.distributed, and log how a model that does not fit into host memory is built.
-
-        The other arguments mean nothing here.
-        """
-        if enabled:
-            init_distributed()
-            logger.warning(
-                "zero.Init: weights are created in full in host memory, and initialize shards "
-                'them. If the model does not fit there, build it under torch.device("meta"), and '
-                "call initialize(materialize=...)"
-            )
-            for param in () if module is None else module.parameters():
-                _number(module, "", param)
-        self._enabled = enabled
-        self._hook: Any = None
-
-    def __enter__(self) -> None:
-        """Number the parameters that are made from here on."""
-        if self._enabled:
-            self._hook = register_module_parameter_registration_hook(_number)
-
-    def __exit__(self, *error: object) -> None:
-        """End it."""
-        if self._hook is not None:
-            self._hook.remove()
-
-
-_numbers = count()
-
-
-def _number(module: Any, name: str, param: nn.Parameter | None) -> None:
-    """Number a parameter that a module gets, once. (A hook of torch, which takes None as: leave
-    it so.)
-    """
-    if param is not None and not hasattr(param, "_shardcore_number"):
-        param._shardcore_number = next(_numbers)  # type: ignore[attr-defined]
-
-
-@contextmanager
-def gathered_parameters(
-    params: Any, modifier_rank: int | None = None, fwd_module: Any = None, enabled: bool = True
-) -> Iterator[None]:
-    """Keep parameters unsharded inside the context. Collective.
-
-    params: a parameter, several parameters (also of several models), or a module. Whole units are
-        gathered, so pass many parameters at once.
-    modifier_rank: the rank with the edits to keep, through `p.data` and `load_state_dict`, too. At
-        the end all ranks take its weights, in their dtypes, and masters follow. None: edits must be
-        the same on all ranks. At stage 3 a difference raises ValueError on all of them at the end.
-        At stages 0 to 2 with None nothing is collective.
-
-    If all parameters of a module are gathered, its state dict is local and keeps the dtypes of the
-    weights. One rank alone may then save it.
-
-    Parameters of `Init` that are not sharded yet are copied from modifier_rank at the end, since
-    libraries fill them on one rank. All other parameters, and None, stay as they are.
-    """
-    if isinstance(params, nn.Module):
-        params = params.parameters()
-    elif isinstance(params, nn.Parameter):
-        params = [params]
-    params = dict.fromkeys(param for param in params if param is not None) if enabled else {}
-    engines = dict.fromkeys(filter(lambda it: isinstance(it, Engine), map(engine_of, params)))
-    # In an order that all ranks have: a library may pass a set.
-    of_engine = {
-        engine: [param for param in engine.model.parameters() if param in params]
-        for engine in engines
-    }
-    is_sliced = modifier_rank is not None and any(
-        is_dtensor(param) for own in of_engine.values() for param in own
-    )
-    refuse_slices("GatheredParameters: modifier_rank", is_sliced, "the same edits on all ranks")
-    unsharded = sorted(
-        (p for p in params if engine_of(p) is None and hasattr(p, "_shardcore_number")),
-        key=lambda p: p._shardcore_number,
-    )
-    with ExitStack() as contexts:
-        if unsharded and modifier_rank is not None:
-            contexts.enter_context(leaving(partial(spread_made, unsharded, modifier_rank)))
-        for engine, own in of_engine.items():
-            contexts.enter_context(gathered(engine, own, modifier_rank))
-        yield
 
 
 class OffloadDeviceEnum(enum.StrEnum):

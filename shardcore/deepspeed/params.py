@@ -3,26 +3,19 @@
 
 Libraries ask `hasattr(param, "ds_id")` to know whether a weight has to be gathered before it is
 read, and `ds_status` whether it is there. They are attributes of the class nn.Parameter that only
-sharded parameters have for `hasattr`; one that a parameter is given itself (by the real DeepSpeed)
-is found first.
+sharded parameters have for `hasattr`; one that a parameter is given itself (by zero.Init, or by the
+real DeepSpeed) is found first.
 Source: the attributes documented at https://deepspeed.readthedocs.io/en/latest/zero3.html, 0.19.8.
 """
 
-import enum
 from collections.abc import Callable
 from typing import Any
 
 from torch import nn
 
 from shardcore.engine.engine import Engine
+from shardcore.engine.pieces import ZeroParamStatus
 from shardcore.optim.interface import engine_of
-
-
-class ZeroParamStatus(enum.Enum):
-    """Whether the weights of a parameter are there, or sharded (stage 3): `param.ds_status`."""
-
-    AVAILABLE = 1
-    NOT_AVAILABLE = 2
 
 
 class _OfSharded:

@@ -708,6 +708,23 @@ class Comm:
                 )
             wait_all(self._started(operation, [work]))
 
+    def scatter(
+        self, received: torch.Tensor, parts: torch.Tensor, source: int, name: str = "a scatter"
+    ) -> None:
+        """Fill `received` with this rank's part of `parts` on rank `source`: equal parts, in rank
+        order.
+        """
+        if self.world_size == 1:
+            received.copy_(parts)
+        elif received.numel() > 0:
+            own = _pieces(as_bytes(parts), self.world_size) if self.rank == source else None
+            operation = self._start(name)
+            with _explain_errors(operation):
+                work = dist.scatter(
+                    as_bytes(received), own, self._global(source), self.group, async_op=True
+                )
+            wait_all(self._started(operation, [work]))
+
     def gather_json(self, value: Any) -> list[Any]:
         """Return what every rank passed, in rank order (sent as JSON text, never as pickle)."""
         if self.world_size == 1:

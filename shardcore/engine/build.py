@@ -517,6 +517,8 @@ class Builder:
         self.trains = trains
         # the weights that are cast to float8 from float32, and so are kept in float32
         self.float8: Mapping[nn.Parameter, Float8Format] = {}
+        # parameters that get their values after `fill`, beside the ones on the meta device
+        self.late: Collection[torch.Tensor] = ()
         # what parameters have now
         self.values_of_params: Callable[
             [Sequence[Managed]], Iterable[tuple[Managed, torch.Tensor]]
@@ -662,10 +664,14 @@ class Builder:
         """Move the parameters' values into the bucket (rank 0's if `broadcast`), in float32 first:
         masters lose nothing.
 
-        Parameters on the meta device have none: their slots stay zero, and they are attached when
-        they get values. Collective. Raises on every rank if it fails on one.
+        Parameters on the meta device, and `late` ones, have none: their slots stay zero, and they
+        are attached when they get values. Collective. Raises on every rank if it fails on one.
         """
-        real = [managed for managed in bucket.params if not managed.param.is_meta]
+        real = [
+            managed
+            for managed in bucket.params
+            if not managed.param.is_meta and managed.param not in self.late
+        ]
         if not real:
             return
         with self.together(f"placing the weights of {bucket.unit or 'the root'}"):

@@ -131,17 +131,6 @@ def _settle(
             problem = error.with_traceback(None)
 
 
-def spread_made(params: Iterable[nn.Parameter], modifier_rank: int) -> None:
-    """Overwrite parameters that are not sharded yet with those of one rank of torch.distributed.
-    Collective over all ranks.
-    """
-    comm = Comm()
-    for param in params:
-        value = param.detach().to(comm.device).contiguous()
-        comm.broadcast(value, modifier_rank, "GatheredParameters")
-        param.detach().copy_(value)  # nothing, if it is the same memory
-
-
 def _spread(
     engine: Engine, op: str, params: Sequence[nn.Parameter], versions: Sequence[int], source: int
 ) -> None:
@@ -194,7 +183,7 @@ def _refuse_differences(engine: Engine, op: str, units: Sequence[Unit]) -> None:
     ]
 
     def difference() -> Exception | None:
-        digests = torch.stack([_digest(weight) for _, weight in weights]).cpu()
+        digests = torch.stack([digest_of(weight) for _, weight in weights]).cpu()
         rows = comm.all_gather_cpu(digests, Traffic.READ, op)
         for (name, _), row in zip(weights, rows.T.tolist(), strict=True):
             others = [rank for rank, digest in enumerate(row) if digest != row[0]]
@@ -207,7 +196,7 @@ def _refuse_differences(engine: Engine, op: str, units: Sequence[Unit]) -> None:
                 )
         return None
 
-    digests = torch.stack([_digest(bucket.weight) for bucket in buckets]).tolist()
+    digests = torch.stack([digest_of(bucket.weight) for bucket in buckets]).tolist()
     _begin_settling(comm, op, f"the weights {digests}", difference)
 
 
@@ -222,7 +211,7 @@ _CHUNK = 1 << 20
 
 
 @torch.no_grad()
-def _digest(values: torch.Tensor) -> torch.Tensor:
+def digest_of(values: torch.Tensor) -> torch.Tensor:
     """Return a number (int64, of shape ()) that other bits, or the same in other places, change."""
     data = as_bytes(values.detach())
     if data.storage_offset() % 8:

@@ -29,6 +29,7 @@ from shardcore.checkpoint.materialize import required
 from shardcore.checkpoint.save import save
 from shardcore.checkpoint.save_pretrained import first_names, save_weights
 from shardcore.engine.engine import Engine, engine_behind
+from shardcore.engine.pieces import has_piece
 from shardcore.optim import clip_grad_norm_
 from shardcore.optim.interface import engine_of
 from shardcore.options import GROUPS, OPTIONS, check_names, dtype_name
@@ -438,9 +439,9 @@ def _compile_of(
 
 
 def check_model(model: nn.Module) -> None:
-    """Raise ValueError for weights that DeepSpeed has partitioned."""
+    """Raise ValueError for weights that the real DeepSpeed has partitioned."""
     for name, param in model.named_parameters():
-        if hasattr(param, "ds_id"):
+        if hasattr(param, "ds_id") and not has_piece(param):
             raise ValueError(
                 f"shard: {name} was made under deepspeed.zero.Init, as from_pretrained does after "
                 "TrainingArguments(deepspeed=...) with stage 3; expected an ordinary parameter "

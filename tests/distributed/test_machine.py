@@ -3,6 +3,7 @@ may take.
 """
 
 import os
+import platform
 import resource
 import socket
 import sys
@@ -19,6 +20,7 @@ import torch
 import shardcore
 from shardcore._native import _C
 from shardcore.distributed.machine import (
+    FreedMemory,
     WorkerThreads,
     cores_of_share,
     divide_by_nodes,
@@ -445,3 +447,25 @@ def test_too_little_memory_is_said_before_anything_is_changed(world_size: int) -
         (0.0, None, "enough"),
     ):
         assert run_ranks(world_size, _short, share, offload_to) == [answer] * world_size
+
+
+def _kept_after_free(trims: bool) -> int:
+    def now() -> int:
+        text = Path("/proc/self/status").read_text()
+        return int(text.partition("RssAnon:")[2].split()[0]) << 10
+
+    before = now()
+    # below glibc's least threshold for memory maps
+    blocks = [bytearray(100_000) for _ in range(1000)]
+    del blocks[:-1]
+    freed = FreedMemory()
+    for _ in range(1000 if trims else 600):
+        freed.add(100_000)
+    return now() - before
+
+
+def test_freed_memory_goes_back_to_the_system() -> None:
+    if platform.libc_ver()[0] != "glibc":
+        pytest.skip("no glibc")
+    assert run_fresh(_kept_after_free, True) < 20e6
+    assert run_fresh(_kept_after_free, False) > 60e6, "60 MB are too few"

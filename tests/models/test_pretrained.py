@@ -13,6 +13,7 @@ from torch import nn
 
 import shardcore
 from shardcore.checkpoint.file_tensors import FileTensor
+from tests.support.huggingface import zero3
 from tests.support.logs import logged
 from tests.support.ranks import run_ranks
 
@@ -163,6 +164,35 @@ def test_a_folder_gives_what_from_pretrained_gives(
 ) -> None:
     folder = _saved(name, tmp_path)
     assert run_ranks(world_size, _compared, name, folder, stage) == [[]] * world_size
+
+
+def _in_pieces(rank: int, world_size: int, name: str, folder: str) -> list[str]:
+    """What differs from from_pretrained after from_pretrained under ZeRO 3."""
+    kind = getattr(transformers, MODELS[name][0])
+    config = {"train_batch_size": 2, "zero_optimization": {"stage": 3}}
+    torch.manual_seed(rank)
+    with zero3(config):
+        model = kind.from_pretrained(folder, dtype=torch.float32)
+    assert all(param.shape == (0,) for param in model.parameters())
+    shardcore.shard(model, shardcore.FusedAdam(model.parameters()), 3)
+    torch.manual_seed(0)
+    theirs = kind.from_pretrained(folder, dtype=torch.float32)
+    ours, expected = model.state_dict(), theirs.state_dict()
+    assert list(ours) == list(expected)
+    assert [key for key, _ in model.named_parameters()] == [
+        key for key, _ in theirs.named_parameters()
+    ]
+    buffers = dict(theirs.named_buffers())
+    differ = [key for key, value in ours.items() if not torch.equal(value, expected[key])]
+    differ += [key for key, value in model.named_buffers() if not torch.equal(value, buffers[key])]
+    return differ + ["outputs"] * (not torch.equal(_outputs(model, name), _outputs(theirs, name)))
+
+
+@pytest.mark.cases(2)
+@pytest.mark.parametrize("name", MODELS)
+def test_from_pretrained_into_pieces_gives_the_same(tmp_path: Path, name: str) -> None:
+    folder = _saved(name, tmp_path, max_shard_size="20KB")
+    assert run_ranks(2, _in_pieces, name, folder) == [[], []]
 
 
 def test_a_folder_of_several_files_gives_the_same(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ data made from numbers.
 
 import os
 import random
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -138,3 +139,57 @@ def qlora_of(folder: Any, dtype: torch.dtype = torch.float32) -> Any:
         r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
     )
     return peft.get_peft_model(base, lora).train()
+
+
+class _Zero3:
+    """What transformers is told of a configuration of DeepSpeed."""
+
+    config: dict[str, Any]
+
+    def is_zero3(self) -> bool:
+        return True
+
+
+@contextmanager
+def zero3(config: dict[str, Any]) -> Iterator[None]:
+    """Let transformers make models as a script does under `shardcore run --as-deepspeed` after
+    HfDeepSpeedConfig(config), in a process that has imported transformers.
+    """
+    from transformers.integrations import deepspeed
+
+    from shardcore.deepspeed import names
+
+    before = set(sys.modules)
+    package = names.new_module("deepspeed", "Names of DeepSpeed's.")
+    names.install(package)
+    told = _Zero3()
+    told.config = config
+    deepspeed.set_hf_deepspeed_config(told)
+    try:
+        yield
+    finally:
+        deepspeed.unset_hf_deepspeed_config()
+        for name in set(sys.modules) - before:
+            if name.partition(".")[0] == "deepspeed":
+                del sys.modules[name]
+
+
+def tiny(kind: str, seed: int = 0, **more: Any) -> Any:
+    """Return a tiny Llama, a Mixtral with fused experts, or tiny_gpt2."""
+    import transformers
+
+    if kind == "GPT2":
+        return tiny_gpt2(seed)
+    sizes = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        **({"num_local_experts": 4} if kind == "Mixtral" else {}),
+        **more,
+    }
+    torch.manual_seed(seed)
+    config = getattr(transformers, f"{kind}Config")(**sizes)
+    return getattr(transformers, f"{kind}ForCausalLM")(config)

@@ -1,0 +1,357 @@
+"""Parameters in pieces, from their construction under zero.Init until `shard` lays them out in
+units.
+
+A partitioned Parameter stays the same object, and has empty data. This rank keeps its piece: an
+equal part of the flat weight, the last one padded. DeepSpeed's attributes describe the weight:
+
+    ds_tensor   this rank's piece, (ceil(ds_numel / ranks),)
+    ds_shape, ds_numel   of the full weight
+    ds_id       the same number on all ranks
+    ds_status   NOT_AVAILABLE while it is partitioned, AVAILABLE while it is gathered
+
+Pieces are cut over all ranks of torch.distributed. Large ones have memory of their own, which goes
+back to the system when they are freed: a heap would keep it. A gathered weight keeps its piece, so
+an error at the end of a context restores the values of before. The dtype of the empty data counts:
+after `model.half()` a weight is gathered and laid out in half precision, from its piece.
+Source: https://deepspeed.readthedocs.io/en/latest/zero3.html, 0.19.8.
+"""
+
+import copy
+import enum
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from itertools import count
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardcore._native import _C
+from shardcore.distributed.comm import Comm, Traffic, wait_all
+from shardcore.distributed.compare import Entry
+from shardcore.distributed.machine import FreedMemory
+from shardcore.engine.agreement import agree
+from shardcore.engine.bucket import Bucket, allocate
+from shardcore.engine.build import Builder
+from shardcore.engine.full_params import digest_of, leaving
+from shardcore.engine.states import ReadPart, StateStore, part_of, set_weights
+from shardcore.torch_private import is_traceable_wrapper_subclass, unseen
+
+
+class ZeroParamStatus(enum.Enum):
+    """Whether the weights of a parameter are there, or sharded (stage 3): `param.ds_status`."""
+
+    AVAILABLE = 1
+    NOT_AVAILABLE = 2
+
+
+_OP = "zero.Init"
+_ATTRIBUTES = (
+    *("ds_tensor", "ds_shape", "ds_numel", "ds_id", "ds_status"),
+    *("_shardcore_ranks", "__deepcopy__"),
+)
+_FIRST_COPY = 1 << 40
+
+
+class _Numbers:
+    """The numbers of partitioned parameters. Copies count apart: one rank alone may make some."""
+
+    def __init__(self) -> None:
+        self.made, self.copied = count(), count(_FIRST_COPY)
+
+
+_numbers: "WeakKeyDictionary[dist.ProcessGroup, _Numbers]" = WeakKeyDictionary()  # of all ranks
+_alone = _Numbers()
+
+
+def _numbers_now() -> _Numbers:
+    world = dist.group.WORLD if dist.is_initialized() else None
+    return _alone if world is None else _numbers.setdefault(world, _Numbers())
+
+
+def has_piece(tensor: torch.Tensor) -> bool:
+    """Whether a parameter was partitioned, and is in no engine yet."""
+    return "ds_tensor" in getattr(tensor, "__dict__", ())
+
+
+def is_partitioned(tensor: torch.Tensor) -> bool:
+    """Whether a parameter has its piece alone."""
+    return has_piece(tensor) and tensor.ds_status is ZeroParamStatus.NOT_AVAILABLE  # type: ignore[attr-defined]
+
+
+def partitioned_params(model: Any) -> list[nn.Parameter]:
+    """Return the partitioned parameters of a model, in order; none of what is no model."""
+    params = model.parameters() if isinstance(model, nn.Module) else ()
+    return [param for param in params if is_partitioned(param)]
+
+
+@unseen
+def can_partition(param: nn.Parameter) -> bool:
+    """Whether a parameter is an ordinary dense tensor in memory."""
+    return not (
+        param.is_meta
+        or isinstance(param, nn.parameter.UninitializedParameter)
+        or is_traceable_wrapper_subclass(param.data)
+        or param.layout != torch.strided
+    )
+
+
+def id_of(param: nn.Parameter) -> int:
+    """Return the number of a parameter with a piece."""
+    number: int = param.ds_id  # type: ignore[attr-defined]
+    return number
+
+
+def described(param: Any) -> str:
+    """Return a parameter with a piece in words: names are not known before `shard`."""
+    return f"number {param.ds_id}, {tuple(param.ds_shape)}"
+
+
+@unseen
+@torch.no_grad()
+def partition(comm: Comm, params: Iterable[nn.Parameter], source: int | None = None) -> None:
+    """Keep this rank's pieces of full parameters, and free the rest.
+
+    source: the rank whose values count, by a broadcast of one parameter after the other
+        (collective); None: all ranks have the same values.
+    """
+    param: Any
+    numbers = _numbers_now()
+    for param in params:
+        values = param.data.contiguous().view(-1)
+        if source is not None and comm.world_size > 1:
+            values = values.to(comm.device)
+            comm.broadcast(values, source, _OP)
+        shape, numel = param.shape, param.numel()
+        piece = values.to(param.device)
+        if comm.world_size > 1:
+            size = -(-numel // comm.world_size)
+            start = min(comm.rank * size, numel)
+            piece = allocate(size, param.dtype, param.device)
+            own = values[start : start + size]
+            piece[: own.numel()] = own
+        param.ds_tensor, param.ds_shape, param.ds_numel = piece, shape, numel
+        param._shardcore_ranks = comm.world_size
+        if "ds_id" not in param.__dict__:
+            param.ds_id = next(numbers.made)
+        _hide(param)
+
+
+@unseen
+def _hide(param: Any) -> None:
+    """Show a partitioned parameter as DeepSpeed does: empty."""
+    param.data = torch.empty(0, dtype=param.dtype, device=param.device)
+    param.ds_status = ZeroParamStatus.NOT_AVAILABLE
+    # of the object, since torch's copies the empty data alone
+    param.__deepcopy__ = partial(_copy, param)
+
+
+@unseen
+def _copy(param: Any, memo: dict[int, Any]) -> nn.Parameter:
+    """Return a copy of a partitioned parameter, which is partitioned, too. Not collective."""
+    if id(param) in memo:
+        return memo[id(param)]  # type: ignore[no-any-return]
+    twin: Any = nn.Parameter(param.data.clone(), param.requires_grad)
+    memo[id(param)] = twin
+    twin.__dict__.update(
+        {key: value for key, value in param.__dict__.items() if key != "__deepcopy__"}
+    )
+    twin.ds_tensor, twin.ds_id = copy.deepcopy(param.ds_tensor), next(_numbers_now().copied)
+    _hide(twin)
+    return twin  # type: ignore[no-any-return]
+
+
+@unseen
+@torch.no_grad()
+def full_of(comm: Comm, param: Any) -> torch.Tensor:
+    """Return the full weight of a partitioned parameter, in its shape and dtype, on the device of
+    `comm`. Collective.
+    """
+    piece: torch.Tensor = param.ds_tensor
+    if comm.world_size == 1:
+        full = piece
+    else:
+        full = allocate(piece.numel() * comm.world_size, piece.dtype, comm.device)
+        full[comm.rank * piece.numel() :][: piece.numel()] = piece
+        wait_all(comm.all_gather([full], Traffic.READ, _OP))
+    return full[: param.ds_numel].view(param.ds_shape).to(param.dtype)
+
+
+@unseen
+@torch.no_grad()
+def gather(comm: Comm, params: Iterable[nn.Parameter]) -> None:
+    """Give partitioned parameters their full weights, in memory of their own. Collective."""
+    param: Any
+    for param in params:
+        full = full_of(comm, param).to(param.device)
+        shares = full.data_ptr() == param.ds_tensor.data_ptr()
+        param.data = full.clone() if shares else full
+        param.ds_status = ZeroParamStatus.AVAILABLE
+        del param.__deepcopy__
+
+
+@contextmanager
+def gathered(params: Sequence[nn.Parameter], modifier_rank: int | None) -> Iterator[None]:
+    """Gather parameters with pieces inside the context, and partition them again at its end.
+    Collective.
+
+    params: in an order that all ranks have. Some may be gathered already; they stay so.
+    modifier_rank: the rank of torch.distributed whose values count at the end; None: all ranks must
+        have the same ones.
+
+    Raises ValueError on all ranks, with the weights as before, if these differ.
+    """
+    comm, op = Comm(), f"GatheredParameters(modifier_rank={modifier_rank})"
+    source = None if modifier_rank is None else comm.rank_of(op, modifier_rank)
+    opened = {param for param in params if is_partitioned(param)}
+    entries = [("weight", described(param), str(param in opened)) for param in params]
+    agree(comm, op, entries=entries)
+    gather(comm, filter(opened.__contains__, params))
+
+    @unseen
+    def settle() -> None:
+        own = [param for param in params if has_piece(param)]  # else an engine has it meanwhile
+        entries: list[Entry] = [
+            ("weight", described(param), str(tuple(param.shape)), str(param.dtype)) for param in own
+        ]
+        if source is None and comm.world_size > 1:
+            entries += [
+                ("values of weight", described(param), str(digest_of(param).item()))
+                for param in own
+            ]
+        try:
+            agree(comm, f"the end of {op}", entries=entries, then="the weights are as before")
+        except BaseException:
+            hide(opened)
+            raise
+        for param in own:
+            if param in opened:
+                partition(comm, [param], source)
+            elif source is not None:
+                _take_values(comm, param, source)
+
+    with leaving(settle):
+        yield
+
+
+@unseen
+@torch.no_grad()
+def _take_values(comm: Comm, param: nn.Parameter, source: int) -> None:
+    value = param.detach().to(comm.device).contiguous()
+    comm.broadcast(value, source, _OP)
+    param.detach().copy_(value)  # nothing, if it is the same memory
+
+
+@unseen
+@torch.no_grad()
+def fill_piece(comm: Comm, param: Any, read: ReadPart) -> None:
+    """Fill this rank's piece with new values, in the parameter's dtype. Only the piece is read.
+    Not collective.
+    """
+    size = param.ds_tensor.numel()
+    start = min(comm.rank * size, param.ds_numel)
+    numel = min(size, param.ds_numel - start)
+    piece = allocate(size, param.dtype, param.ds_tensor.device)
+    if numel:
+        piece[:numel] = read(start, numel)
+    param.ds_tensor = piece
+
+
+@unseen
+@torch.no_grad()
+def scatter_piece(comm: Comm, param: Any, flat: torch.Tensor | None, source: int) -> None:
+    """Fill all pieces of a parameter from the flat values on rank `source`, in the parameter's
+    dtype. Collective.
+    """
+    size, piece = param.ds_tensor.numel(), param.ds_tensor
+    parts = torch.empty(0, dtype=param.dtype, device=comm.device)
+    if flat is not None and comm.rank == source:
+        parts = allocate(size * comm.world_size, param.dtype, comm.device)
+        parts[: flat.numel()] = flat
+    own = allocate(size, param.dtype, comm.device)
+    comm.scatter(own, parts, source, _OP)
+    param.ds_tensor = own.to(piece.device)
+
+
+# --- from pieces into units -----------------------------------------------------------------------
+
+
+@unseen
+def show(model: Any) -> list[nn.Parameter]:
+    """Let the partitioned parameters of a model have their shapes, without memory, and return
+    them. A read raises RuntimeError.
+    """
+    params: list[Any] = partitioned_params(model)
+    for param in params:
+        like = torch.empty(0, dtype=param.dtype, device=param.device)
+        message = (
+            "a weight of zero.Init is partitioned until shard() ends; expected a read inside "
+            "deepspeed.zero.GatheredParameters"
+        )
+        param.data = _C.closed(param.ds_shape, like, message)
+    return params
+
+
+def hide(params: Iterable[nn.Parameter]) -> None:
+    """Show parameters that still have their pieces as empty again, with the values of these."""
+    for param in params:
+        if has_piece(param):
+            _hide(param)
+
+
+def check_pieces(comm: Comm, params: Collection[nn.Parameter]) -> None:
+    """Raise ValueError unless the ranks of `comm` have the pieces of these parameters."""
+    param: Any
+    for param in params:
+        if param._shardcore_ranks != comm.world_size:
+            raise ValueError(
+                f"shard: zero.Init partitioned the weights over {param._shardcore_ranks} ranks, "
+                f"and shard() got {comm.world_size}. Pass process_group=None, or build the model "
+                "without zero.Init"
+            )
+
+
+def assemble(params: Iterable[nn.Parameter]) -> None:
+    """Make partitioned parameters ordinary ones, with all of their weights. Collective."""
+    params = [param for param in params if is_partitioned(param)]
+    gather(Comm(), params)
+    for param in params:
+        forget(param)
+
+
+def forget(param: nn.Parameter) -> None:
+    """Free the piece of a parameter, which has its values elsewhere."""
+    for name in _ATTRIBUTES:
+        param.__dict__.pop(name, None)
+
+
+@unseen
+@torch.no_grad()
+def lay_out(
+    builder: Builder, buckets: Iterable[Bucket], store: StateStore, model: nn.Module
+) -> None:
+    """Move the partitioned parameters of a model into buckets, one after the other; the ones
+    without a bucket become full. Collective.
+    """
+    left = dict.fromkeys(partitioned_params(model))
+    comm, freed = builder.comm, FreedMemory()
+    for bucket in buckets:
+        for managed in bucket.params:
+            if managed.param not in left:
+                continue
+            del left[managed.param]
+            values = full_of(comm, managed.param)
+            with builder.together(f"placing {managed.name}"):
+                set_weights(store, bucket, managed, part_of(values))
+                builder.attach(bucket, managed)
+                forget(managed.param)
+            freed.add(values.nbytes)
+    for param in left:
+        gather(comm, [param])
+        forget(param)
+        builder.move_rest([param], broadcast=False)
+    for param in filter(has_piece, model.parameters()):  # gathered: filled like any other
+        forget(param)
