@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.overrides import TorchFunctionMode
 
 from shardcore import torch_private
 
@@ -510,3 +511,25 @@ def test_a_fork_after_cuda_is_bad() -> None:
 def test_the_default_store_is_the_worlds(world) -> None:
     torch_private.default_store().set("of shardcore", "1")
     assert world.get_group_store().get("of shardcore") == b"1"
+
+
+def test_modes_do_not_see_what_is_unseen() -> None:
+    class Seeing(TorchFunctionMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.seen: list[Any] = []
+
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            self.seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    def double(x: torch.Tensor, times: int = 1) -> torch.Tensor:
+        return x * 2 * times
+
+    one = torch.ones(1)
+    with Seeing() as mode:
+        assert torch_private.unseen(double)(one, times=3) == 6.0
+        seen = len(mode.seen)
+        double(one)
+    assert len(mode.seen) > seen
+    assert torch.Tensor.mul not in mode.seen[:seen]

@@ -76,8 +76,8 @@ OTHERS = {
     *("_adjust_missing_and_unexpected_keys", "_attn_implementation", "_init_weights"),
     *("_hf_peft_config_loaded", "_keys_to_ignore_on_save"),
     *("_keys_to_ignore_on_load_missing", "_n_gpu", "_supports_attention_backend", "_tp_plan"),
-    *("_hf_hook", "_is_accelerate_prepared", "_is_hf_initialized", "_load_pretrained_model"),
-    *("_models", "_optimizers", "_weight_conversions"),
+    *("_hf_hook", "_initialize_missing_keys", "_is_accelerate_prepared", "_is_hf_initialized"),
+    *("_load_pretrained_model", "_models", "_optimizers", "_weight_conversions"),
     *("_after_closure", "_forward_redirection", "_layer_sync"),
     # DeepSpeed, and ours
     *("_autotp_size", "_z3_leaf", "_of_adapters", "_sliced_over"),

@@ -12,6 +12,7 @@ before 5 convert no weights: names are those of the files.
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from functools import partial, wraps
 from importlib import import_module
@@ -196,11 +197,13 @@ _OP = "from_pretrained"
 _THEN = "the model is partly loaded: build it anew"
 
 
-def read_into_pieces() -> None:
+def read_into_pieces(building: Callable[[], AbstractContextManager[Any]]) -> None:
     """Let from_pretrained of transformers, if it is imported, read .safetensors files into the
     pieces of zero.Init in this process from now on.
 
-    Without pieces, and from other files or a state dict, transformers loads as before.
+    Without pieces, and from other files or a state dict, transformers loads as before. building:
+    the context of zero.Init, in which `_init_weights` then makes what no file has: it may read
+    weights that are loaded.
     """
     modeling = sys.modules.get("transformers.modeling_utils")
     kind: Any = getattr(modeling, "PreTrainedModel", None)
@@ -220,6 +223,14 @@ def read_into_pieces() -> None:
             return load(model, state_dict, checkpoint_files, load_config, *args, **kw)
         return _Loading(model, paths, load_config).run(), None
 
+    initialize: Any = kind._initialize_missing_keys
+
+    @wraps(initialize)
+    def initialize_pieces(model: Any, *args: Any, **kwargs: Any) -> Any:
+        with building() if partitioned_params(model) else nullcontext():
+            return initialize(model, *args, **kwargs)
+
+    kind._initialize_missing_keys = initialize_pieces
     load_pieces.reads_into_pieces = True  # type: ignore[attr-defined]
     kind._load_pretrained_model = staticmethod(load_pieces)
 

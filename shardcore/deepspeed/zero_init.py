@@ -211,7 +211,7 @@ class Init:
         if self._dtype is not None:
             self._contexts.callback(torch.set_default_dtype, torch.get_default_dtype())
             torch.set_default_dtype(self._dtype)
-        read_into_pieces()
+        read_into_pieces(Init)
         self._construction = None if _constructions else _Construction()
         if self._construction is not None:
             _constructions.append(self._construction)
