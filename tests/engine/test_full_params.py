@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import shardcore
-from shardcore.engine.full_params import _digest
+from shardcore.engine.full_params import digest_of
 from tests.support.models import Run, assert_one, hash_of, hash_of_training, stepped, train
 from tests.support.ranks import run_ranks
 
@@ -184,11 +184,11 @@ def test_a_modifier_that_does_not_train_the_model_is_refused() -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8])
 def test_a_digest_sees_each_bit_and_each_place(dtype: torch.dtype) -> None:
     values = torch.arange(1, 1 + (1 << 20) + 5, dtype=torch.int32).to(dtype)[1:]
-    digest = int(_digest(values))
-    assert int(_digest(values.clone())) == digest
+    digest = int(digest_of(values))
+    assert int(digest_of(values.clone())) == digest
     for place in (0, 777, values.numel() - 1):
         other = values.clone()
         other[place] += max(1, int(other[place]) // 2)
-        assert int(_digest(other)) != digest
-    assert int(_digest(values.roll(1))) != digest
-    assert int(_digest(values[:0])) == 0
+        assert int(digest_of(other)) != digest
+    assert int(digest_of(values.roll(1))) != digest
+    assert int(digest_of(values[:0])) == 0
