@@ -536,11 +536,6 @@ def _plan(
         )
         build.check_states(user_optimizer, optimizer.kind, builder)
         builder.late = set(pieces)
-        if pieces and options.materialize is not None:
-            raise ValueError(
-                "shard: materialize is given, and zero.Init has made the weights. Pass "
-                'materialize=None, or build the model under torch.device("meta")'
-            )
         filler = plan_materialize(model, options.materialize)
         buckets = builder.plan(model, specs, optimizer)
         options.check_loss_scale({bucket.dtype for bucket in buckets})

@@ -32,11 +32,13 @@ from shardcore.distributed.compare import Entry
 from shardcore.distributed.everyone import Everyone
 from shardcore.engine.bucket import Bucket, Managed, assign
 from shardcore.engine.build import Builder, become
+from shardcore.engine.pieces import partitioned_params
 from shardcore.engine.slices import held_by, slice_of
 from shardcore.engine.states import StateStore, part_of, set_weights
 from shardcore.layout import Columns
 from shardcore.optim.dtensor import is_dtensor
 from shardcore.torch_private import is_persistent, use_count_of
+
 
 class OwnInit:
     """Initializes a module as building it does: by `_init_weights` of the transformers model around
@@ -197,6 +199,11 @@ def plan_materialize(
                     "None to initialize at random"
                 )
         materialize = None
+    if materialize is not None and partitioned_params(model):
+        raise ValueError(
+            "shard: materialize is given, and zero.Init has made the weights. Pass "
+            'materialize=None, or build the model under torch.device("meta")'
+        )
     if materialize is None or callable(materialize):
         if materialize is not None and not meta:
             raise ValueError(

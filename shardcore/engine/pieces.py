@@ -90,12 +90,14 @@ def partitioned_params(model: Any) -> list[nn.Parameter]:
 
 @unseen
 def can_partition(param: nn.Parameter) -> bool:
-    """Whether a parameter is an ordinary dense tensor in memory."""
-    return not (
-        param.is_meta
-        or isinstance(param, nn.parameter.UninitializedParameter)
-        or is_traceable_wrapper_subclass(param.data)
-        or param.layout != torch.strided
+    """Whether a parameter is an ordinary dense tensor in memory. Others, such as quantized ones,
+    stay full.
+    """
+    return (
+        type(param) is nn.Parameter
+        and not param.is_meta
+        and not is_traceable_wrapper_subclass(param.data)
+        and param.layout == torch.strided
     )
 
 

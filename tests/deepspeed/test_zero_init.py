@@ -155,10 +155,19 @@ def test_ranks_that_construct_other_models_raise_on_all(what: str, texts: tuple[
         assert text in message
 
 
+class _Packed(nn.Parameter):
+    pass
+
+
 def _given(rank: int, world_size: int) -> None:
     model: Any = make_net(rank)
     deepspeed.zero.Init(module=model)
     assert model.head.weight.ds_shape == (5, 24)
+    with deepspeed.zero.Init():
+        lazy = nn.LazyLinear(3)
+        lazy.packed = _Packed(torch.ones(3), requires_grad=False)
+    assert not has_piece(lazy.weight)
+    assert torch.equal(lazy.packed, torch.ones(3)), "as quantized weights"
     with deepspeed.zero.Init(enabled=False):
         plain = nn.Linear(2, 2)
     assert plain.weight.shape == (2, 2)
