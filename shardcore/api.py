@@ -43,7 +43,7 @@ from shardcore.engine.hooks import attach
 from shardcore.engine.loss_scale import LossScale
 from shardcore.engine.mistakes import warn_of_compiled
 from shardcore.engine.optimizer_state import ShardedStates
-from shardcore.engine.pieces import check_pieces, hide, lay_out, partitioned_params, show
+from shardcore.engine.pieces import checked_pieces, hide, lay_out, show
 from shardcore.engine.plan import Plan, input_casts
 from shardcore.engine.regroup import regroup
 from shardcore.engine.slices import refuse_slices, slice_mesh
@@ -508,8 +508,7 @@ def _plan(
                 bool(comm.slices),
                 '"durable": False',
             )
-        pieces = partitioned_params(model)
-        check_pieces(comm, pieces)
+        pieces = checked_pieces(comm, model)
         build.check_model(model, alone=comm.world_size == 1)
         trains = not isinstance(user_optimizer, NoOptimizer)
         optimizer = user_optimizer

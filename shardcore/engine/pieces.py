@@ -18,7 +18,7 @@ Source: https://deepspeed.readthedocs.io/en/latest/zero3.html, 0.19.8.
 
 import copy
 import enum
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
@@ -304,9 +304,11 @@ def hide(params: Iterable[nn.Parameter]) -> None:
             _hide(param)
 
 
-def check_pieces(comm: Comm, params: Collection[nn.Parameter]) -> None:
-    """Raise ValueError unless the ranks of `comm` have the pieces of these parameters."""
-    param: Any
+def checked_pieces(comm: Comm, model: Any) -> list[nn.Parameter]:
+    """Return the partitioned parameters of a model. Raise ValueError unless the ranks of `comm`
+    have their pieces.
+    """
+    params: list[Any] = partitioned_params(model)
     for param in params:
         if param._shardcore_ranks != comm.world_size:
             raise ValueError(
@@ -314,6 +316,7 @@ def check_pieces(comm: Comm, params: Collection[nn.Parameter]) -> None:
                 f"and shard() got {comm.world_size}. Pass process_group=None, or build the model "
                 "without zero.Init"
             )
+    return params
 
 
 def assemble(params: Iterable[nn.Parameter]) -> None:
