@@ -19,6 +19,7 @@ from benchmarks import (
     bench_elementwise,
     bench_fabric,
     bench_io,
+    bench_load,
     bench_many_params,
     bench_nvme,
     bench_train_step,
@@ -452,3 +453,14 @@ def test_elementwise(tmp_path, run_main):
         (name, subject) for name in ("SGD", "Adagrad", "Lion") for subject in ("fp32", "offload")
     ]
     assert all({"shardcore", "torch"} <= r["engines"].keys() for r in result["results"])
+
+
+@pytest.mark.slow
+def test_load(tmp_path, run_main):
+    options = ["--gb", "0.4", "--cases", "shardcore 3", "fsdp2, dcp", "--dir", str(tmp_path)]
+    run_main(bench_load, *options, "--out", str(tmp_path))
+    result = json.loads((tmp_path / "load.json").read_text())
+    ours, peer = result["cases"]["shardcore 3"], result["cases"]["fsdp2, dcp"]
+    assert max(ours["peak_bytes"][0]) <= result["bound_bytes"]
+    assert 0.95 <= ours["read_of_files"] <= 1.05
+    assert ours["losses"] == pytest.approx(peer["losses"], rel=1e-3)

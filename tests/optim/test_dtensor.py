@@ -459,7 +459,7 @@ def _loses_the_others(rank, world_size):
 
 def test_a_rank_that_waits_for_one_that_refused_says_what_that_means():
     for said in run_ranks(2, _loses_the_others):
-        assert "expected every rank to run the same" in said
+        assert "made other calls" in said
         assert said.endswith("Connection closed by peer")
 
 
