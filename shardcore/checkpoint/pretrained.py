@@ -23,6 +23,13 @@ import torch
 from torch import nn
 
 from shardcore.checkpoint.file_tensors import Box, FileTensor, Fp8Blocks, Stored, slices_of, whole
+from shardcore.checkpoint.four_bits import (
+    FourBits,
+    is_4_bit,
+    put_piece,
+    without_quantizer,
+    without_statistics,
+)
 from shardcore.checkpoint.safetensors import open_files
 from shardcore.distributed.comm import Comm
 from shardcore.distributed.machine import FreedMemory
@@ -201,9 +208,10 @@ def read_into_pieces(building: Callable[[], AbstractContextManager[Any]]) -> Non
     """Let from_pretrained of transformers, if it is imported, read .safetensors files into the
     pieces of zero.Init in this process from now on.
 
-    Without pieces, and from other files or a state dict, transformers loads as before. building:
-    the context of zero.Init, in which `_init_weights` then makes what no file has: it may read
-    weights that are loaded.
+    Without pieces, and from other files or a state dict, transformers loads as before. A model that
+    bitsandbytes quantizes to 4 bits under ZeRO 3 gets its pieces as it is read. building: the
+    context of zero.Init, in which `_init_weights` then makes what no file has: it may read weights
+    that are loaded.
     """
     modeling = sys.modules.get("transformers.modeling_utils")
     kind: Any = getattr(modeling, "PreTrainedModel", None)
@@ -217,10 +225,13 @@ def read_into_pieces(building: Callable[[], AbstractContextManager[Any]]) -> Non
     ) -> Any:
         paths = checkpoint_files or ()
         reads_files = state_dict is None and all(str(p).endswith(".safetensors") for p in paths)
-        if not paths or not reads_files or load_config.is_quantized:
+        if load_config.is_quantized:
+            takes_pieces = is_4_bit(load_config.hf_quantizer)
+        else:
+            takes_pieces = bool(partitioned_params(model))
+        if not paths or not reads_files or not takes_pieces:
             return load(model, state_dict, checkpoint_files, load_config, *args, **kw)
-        if not partitioned_params(model):
-            return load(model, state_dict, checkpoint_files, load_config, *args, **kw)
+        building()  # starts torch.distributed; of a quantized model no context has
         return _Loading(model, paths, load_config).run(), None
 
     initialize: Any = kind._initialize_missing_keys
@@ -255,10 +266,15 @@ class _Loading:
         """
         comm, model = self._comm, self._model
         loading = import_module("transformers.core_model_loading")
-        mapping = list(self._config.weight_mapping or ())
+        mapping = without_quantizer(self._config.weight_mapping or ())
+        four_bits: FourBits | None = None
         with together(comm, _OP, _THEN):
-            files = open_files(self._paths, _OP)
-            conversion = Conversion(model, files, loading, mapping)
+            files = in_files = open_files(self._paths, _OP)
+            if self._config.is_quantized:
+                in_files, statistics = without_statistics(files)
+                quantizer = self._config.hf_quantizer
+                four_bits = FourBits(comm, model, quantizer, statistics, (_OP, _THEN))
+            conversion = Conversion(model, in_files, loading, mapping)
         agree(
             comm,
             _OP,
@@ -267,19 +283,27 @@ class _Loading:
         targets: dict[str, Any] = model.state_dict(keep_vars=True)
         missing, mismatched = set(), set()
         found: dict[str, tuple[Any, Stored]] = {}
+        to_4_bits: dict[str, tuple[Any, Stored]] = {}
         for name, target in targets.items():
             stored = conversion.tensors.get(name)
             if stored is None:
                 missing.add(name)
                 continue
             shape = target.ds_shape if is_partitioned(target) else target.shape
-            if stored.shape == tuple(shape):
-                found[name] = target, stored
+            if four_bits is not None and four_bits.has(name):
+                chosen, fits = to_4_bits, four_bits.fits(target, stored)
+            else:
+                chosen, fits = found, stored.shape == tuple(shape)
+            if fits:
+                chosen[name] = target, stored
             else:
                 mismatched.add((name, torch.Size(stored.shape), torch.Size(shape)))
         freed = FreedMemory()
         with together(comm, _OP, _THEN):
             for name, (target, tensor) in found.items():
+                if target.is_meta:
+                    target = put_piece(comm, model, name, target)
+                    found[name] = target, tensor
                 self._set_dtype(loading, name, target)
                 if not is_partitioned(target):
                     target.copy_(whole(tensor))
@@ -288,6 +312,8 @@ class _Loading:
                 freed.add(target.ds_tensor.nbytes if is_partitioned(target) else target.nbytes)
                 target._is_hf_initialized = True  # else transformers initializes it
         self._convert(conversion, found)
+        if four_bits is not None:
+            four_bits.load(to_4_bits, self._config.dtype)
         self._keep_untied(found)
         model._weight_conversions = [each for each in mapping if each.was_used()]
         return sys.modules["transformers.modeling_utils"].LoadStateDictInfo(

@@ -13,14 +13,16 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
+from shardcore.checkpoint.pretrained import read_into_pieces
 from shardcore.deepspeed.names import MODULES, VERSION, install
 from shardcore.deepspeed.params import name_sharded_params
 from shardcore.deepspeed.unsupported import instead_of
+from shardcore.deepspeed.zero_init import Init
 from shardcore.optim import ShardableOptimizer
 
 # What TRL moves DeepSpeed's hooks with, around a `generate` inside GatheredParameters: nothing, as
@@ -60,11 +62,14 @@ def _attribute(module: str, late: Callable[[str], Any] | None, name: str) -> Any
 
 
 class _Finder:
-    """In sys.meta_path: says what shardcore does not have."""
+    """In sys.meta_path: says what shardcore does not have, and extends from_pretrained when
+    transformers' models are imported.
+    """
 
     @classmethod
     def find_spec(cls, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
-        """Return None, for other finders; raise ModuleNotFoundError for a module of DeepSpeed that
+        """Return None, for other finders; of transformers.modeling_utils a spec whose loader also
+        installs the reader of pieces. Raise ModuleNotFoundError for a module of DeepSpeed that
         is not in `MODULES`.
 
         `from deepspeed.utils import X` comes here, too, where X is not there: every module of these
@@ -72,7 +77,26 @@ class _Finder:
         """
         if name.startswith("deepspeed."):
             raise ModuleNotFoundError(f"No module named {name!r}: {_why(name)}")
+        if name == "transformers.modeling_utils":
+            return _with_reader(PathFinder.find_spec(name, path, target))
         return None
+
+
+def _with_reader(spec: ModuleSpec | None) -> ModuleSpec | None:
+    """Let the import of transformers' models install the reader of pieces. For a quantized model
+    transformers does not call zero.Init, which installs it, too.
+    """
+    loader: Any = spec and spec.loader
+    if loader is None:
+        return spec
+    execute = loader.exec_module
+
+    def execute_and_extend(module: ModuleType) -> None:
+        execute(module)
+        read_into_pieces(Init)
+
+    loader.exec_module = execute_and_extend
+    return spec
 
 
 def install_as_deepspeed() -> None:

@@ -40,6 +40,7 @@ from shardcore.engine.pieces import (
     id_of,
     is_partitioned,
     partition,
+    pieces_of,
 )
 from shardcore.engine.pieces import gathered as gathered_pieces
 from shardcore.engine.slices import refuse_slices
@@ -267,7 +268,8 @@ def gathered_parameters(
     If all parameters of a module are gathered, its state dict is local and keeps the dtypes of the
     weights. One rank alone may then save it.
 
-    Parameters of `Init` are gathered before `initialize`, too, one by one. With None a difference
+    Parameters of `Init` are gathered before `initialize`, too, one by one, and 4-bit weights with
+    their scales. With None a difference
     raises ValueError on all ranks. All other parameters, and None, stay as they are.
     """
     if isinstance(params, nn.Module):
@@ -285,7 +287,8 @@ def gathered_parameters(
         is_dtensor(param) for own in of_engine.values() for param in own
     )
     refuse_slices("GatheredParameters: modifier_rank", is_sliced, "the same edits on all ranks")
-    of_init = sorted((p for p in params if engine_of(p) is None and has_piece(p)), key=id_of)
+    in_pieces = (p for p in params if engine_of(p) is None and has_piece(p))
+    of_init = sorted((each for param in in_pieces for each in pieces_of(param)), key=id_of)
     with ExitStack() as contexts:
         if of_init:
             contexts.enter_context(gathered_pieces(of_init, modifier_rank))

@@ -22,6 +22,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
+from math import prod
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -37,6 +38,7 @@ from shardcore.engine.agreement import agree
 from shardcore.engine.bucket import Bucket, allocate
 from shardcore.engine.build import Builder
 from shardcore.engine.full_params import digest_of, leaving
+from shardcore.engine.quantized import parts_of
 from shardcore.engine.states import ReadPart, StateStore, part_of, set_weights
 from shardcore.torch_private import is_traceable_wrapper_subclass, unseen
 
@@ -82,10 +84,15 @@ def is_partitioned(tensor: torch.Tensor) -> bool:
     return has_piece(tensor) and tensor.ds_status is ZeroParamStatus.NOT_AVAILABLE  # type: ignore[attr-defined]
 
 
+def pieces_of(param: nn.Parameter) -> list[nn.Parameter]:
+    """Return a parameter with a piece; a 4-bit weight is followed by its scales."""
+    return [param, *(part for _, part in parts_of(param))]
+
+
 def partitioned_params(model: Any) -> list[nn.Parameter]:
     """Return the partitioned parameters of a model, in order; none of what is no model."""
     params = model.parameters() if isinstance(model, nn.Module) else ()
-    return [param for param in params if is_partitioned(param)]
+    return [each for param in params if is_partitioned(param) for each in pieces_of(param)]
 
 
 @unseen
@@ -121,7 +128,6 @@ def partition(comm: Comm, params: Iterable[nn.Parameter], source: int | None = N
         (collective); None: all ranks have the same values.
     """
     param: Any
-    numbers = _numbers_now()
     for param in params:
         values = param.data.contiguous().view(-1)
         if source is not None and comm.world_size > 1:
@@ -135,11 +141,25 @@ def partition(comm: Comm, params: Iterable[nn.Parameter], source: int | None = N
             piece = allocate(size, param.dtype, param.device)
             own = values[start : start + size]
             piece[: own.numel()] = own
-        param.ds_tensor, param.ds_shape, param.ds_numel = piece, shape, numel
-        param._shardcore_ranks = comm.world_size
-        if "ds_id" not in param.__dict__:
-            param.ds_id = next(numbers.made)
-        _hide(param)
+        _keep(comm, param, piece, shape)
+
+
+@unseen
+def begin(comm: Comm, param: nn.Parameter, shape: Sequence[int]) -> None:
+    """Make an empty parameter a partitioned one of this shape, without values: `fill_piece` or
+    `scatter_piece` gives them. All ranks begin the same parameters in the same order.
+    """
+    size = -(-prod(shape) // comm.world_size)
+    _keep(comm, param, allocate(size, param.dtype, param.device), torch.Size(shape))
+
+
+def _keep(comm: Comm, param: Any, piece: torch.Tensor, shape: torch.Size) -> None:
+    """Give a parameter its piece, and DeepSpeed's attributes."""
+    param.ds_tensor, param.ds_shape, param.ds_numel = piece, shape, prod(shape)
+    param._shardcore_ranks = comm.world_size
+    if "ds_id" not in param.__dict__:
+        param.ds_id = next(_numbers_now().made)
+    _hide(param)
 
 
 @unseen
@@ -162,6 +182,9 @@ def _copy(param: Any, memo: dict[int, Any]) -> nn.Parameter:
         {key: value for key, value in param.__dict__.items() if key != "__deepcopy__"}
     )
     twin.ds_tensor, twin.ds_id = copy.deepcopy(param.ds_tensor), next(_numbers_now().copied)
+    if hasattr(twin, "quant_state"):
+        twin.__class__ = param.__class__
+        twin.quant_state = copy.deepcopy(param.quant_state, memo)
     _hide(twin)
     return twin  # type: ignore[no-any-return]
 
@@ -286,7 +309,7 @@ def show(model: Any) -> list[nn.Parameter]:
     """Let the partitioned parameters of a model have their shapes, without memory, and return
     them. A read raises RuntimeError.
     """
-    params: list[Any] = partitioned_params(model)
+    params: list[Any] = [param for param in partitioned_params(model) if is_partitioned(param)]
     for param in params:
         like = torch.empty(0, dtype=param.dtype, device=param.device)
         message = (
@@ -310,6 +333,11 @@ def checked_pieces(comm: Comm, model: Any) -> list[nn.Parameter]:
     """
     params: list[Any] = partitioned_params(model)
     for param in params:
+        if not has_piece(param):
+            raise ValueError(
+                "shard: the scales of a 4-bit weight were moved to another device before shard(), "
+                "which loses their parts. Load the model again, and let shard() move it"
+            )
         if param._shardcore_ranks != comm.world_size:
             raise ValueError(
                 f"shard: zero.Init partitioned the weights over {param._shardcore_ranks} ranks, "
@@ -359,4 +387,5 @@ def lay_out(
         forget(param)
         builder.move_rest([param], broadcast=False)
     for param in filter(has_piece, model.parameters()):  # gathered: filled like any other
-        forget(param)
+        for each in pieces_of(param):
+            forget(each)

@@ -13,7 +13,7 @@ weight is dequantized. Tested with bitsandbytes 0.50 and torchao 0.18.
 """
 
 import logging
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from importlib import import_module
 from math import prod
 from types import SimpleNamespace
@@ -217,6 +217,44 @@ def entry_of(state_dict: dict[str, Any], key: str) -> Any:
     if is_int8(state_dict.get(weight)):
         return getattr(state_dict[weight], name, None)
     return state_dict.get(key)
+
+
+# --- from files -----------------------------------------------------------------------------------
+
+_SCALES = "absmax", "nested_absmax"
+_STATISTICS = *_SCALES, "quant_map", "nested_quant_map", "quant_state"
+
+
+def is_statistic(end: str) -> bool:
+    """Whether a 4-bit weight has a tensor beside it under this end of a name in a state dict."""
+    return end.partition(".")[0] in _STATISTICS
+
+
+def is_scale(end: str) -> bool:
+    """Whether this end names scales, which grow with the weight."""
+    return end in _SCALES
+
+
+def statistics_of(weight: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors beside a 4-bit weight, by the ends of their names in a state dict."""
+    return weight.quant_state.as_dict(packed=True)  # type: ignore[no-any-return]
+
+
+def empty_like(
+    old: Any, dtype: torch.dtype, statistics: Mapping[str, torch.Tensor], device: torch.device
+) -> nn.Parameter:
+    """Return a 4-bit weight in place of the unquantized `old`, with empty bytes and scales.
+
+    dtype: of the bytes. statistics: the tensors beside it; of scales the dtypes count alone.
+    """
+    given = {
+        end: torch.empty(0, dtype=tensor.dtype) if is_scale(end) else tensor
+        for end, tensor in statistics.items()
+    }
+    weight = type(old).from_prequantized(
+        torch.empty(0, dtype=dtype), given, device=device, module=old.module
+    )
+    return weight  # type: ignore[no-any-return]
 
 
 # --- without values -------------------------------------------------------------------------------

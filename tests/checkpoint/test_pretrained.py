@@ -4,7 +4,6 @@ one.
 
 import json
 import shutil
-import threading
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -24,6 +23,7 @@ from shardcore.deepspeed import zero_init  # noqa: E402
 from shardcore.engine.pieces import has_piece, is_partitioned  # noqa: E402
 from tests.support.huggingface import LORA, VOCAB, tiny, zero3  # noqa: E402
 from tests.support.models import error_of, hash_of  # noqa: E402
+from tests.support.peak import Peak  # noqa: E402
 from tests.support.ranks import run_fresh, run_ranks  # noqa: E402
 
 CONFIG: dict[str, Any] = {
@@ -315,35 +315,6 @@ def test_weights_that_files_have_twice_stay_untied(tmp_path: Path) -> None:
             assert run_ranks(2, _untied, str(folder), under_zero3) == [same, same]
 
 
-class _Peak:
-    """The most anonymous memory that the process has inside the context, beyond the memory at its
-    start, in bytes.
-    """
-
-    def __enter__(self) -> "_Peak":
-        self._first = self.most = self._now()
-        self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._ended.set()
-        self._thread.join()
-        self.most = max(self.most, self._now()) - self._first
-
-    def _watch(self) -> None:
-        while not self._ended.wait(0.002):
-            self.most = max(self.most, self._now())
-
-    @staticmethod
-    def _now() -> int:
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith("RssAnon:"):
-                return int(line.split()[1]) << 10
-        pytest.skip("/proc/self/status has no RssAnon")
-
-
 BIG = {
     "vocab_size": 8192,
     "hidden_size": 1024,
@@ -363,7 +334,7 @@ def _peak_of_loading(rank: int, world_size: int, folder: str, under_zero3: bool)
     config = {**CONFIG, "optimizer": {"type": "AdamW", "params": {"lr": 0.0}}}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(zero_init, "WHOLE_BYTES", 8 << 20)
-        with _Peak() as peak:
+        with Peak() as peak:
             with zero3(config) if under_zero3 else nullcontext():
                 model = _from_pretrained(folder, LM, HALF)[0]
             for param in () if under_zero3 else model.parameters():

@@ -21,7 +21,7 @@ for needed in ("transformers", "accelerate", "safetensors"):
 from safetensors.torch import load_file  # noqa: E402
 
 from shardcore.deepspeed.as_deepspeed import install_as_deepspeed  # noqa: E402
-from tests.support.huggingface import launched, tiny_gpt2  # noqa: E402
+from tests.support.huggingface import launched, save_tiny_llama, tiny_gpt2  # noqa: E402
 from tests.support.models import error_of  # noqa: E402
 from tests.support.ranks import run_fresh, run_ranks, start  # noqa: E402
 from tests.support.scripts import environment, run_here  # noqa: E402
@@ -361,6 +361,35 @@ def close(one: dict[str, Any], other: dict[str, Any]) -> bool:
         one[key] == pytest.approx(other[key], rel=1e-5)
         for key in ("loss", "grad_norm", "learning_rate")
     )
+
+
+def _four_bits(folder: str, reader: bool) -> list[bool]:
+    """Return which parameters have pieces. The broken twin has no reader."""
+    for name in [
+        name
+        for name in sys.modules
+        if name.partition(".")[0] in ("deepspeed", "accelerate", "transformers")
+    ]:
+        del sys.modules[name]
+    install_as_deepspeed()
+    if not reader:
+        sys.meta_path.pop(0)
+    import transformers
+    from transformers.integrations import HfDeepSpeedConfig
+
+    config = HfDeepSpeedConfig({"zero_optimization": {"stage": 3}})
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=transformers.BitsAndBytesConfig(load_in_4bit=True)
+    )
+    assert config.is_zero3()
+    return [hasattr(param, "ds_tensor") for param in model.parameters()]
+
+
+def test_a_base_in_4_bits_is_read_into_pieces(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes", reason="tests with bitsandbytes")
+    save_tiny_llama(tmp_path)
+    assert all(run_fresh(_four_bits, str(tmp_path), True))
+    assert not any(run_fresh(_four_bits, str(tmp_path), False))
 
 
 # --- names ----------------------------------------------------------------------------------------

@@ -155,10 +155,14 @@ def zero3(config: dict[str, Any]) -> Iterator[None]:
     """Let transformers make models as a script does under `shardcore run --as-deepspeed` after
     HfDeepSpeedConfig(config), in a process that has imported transformers.
     """
+    import transformers.modeling_utils
     from transformers.integrations import deepspeed
 
-    from shardcore.deepspeed import names
+    from shardcore.checkpoint.pretrained import read_into_pieces
+    from shardcore.deepspeed import names, zero_init
 
+    assert transformers.modeling_utils
+    read_into_pieces(zero_init.Init)
     before = set(sys.modules)
     package = names.new_module("deepspeed", "Names of DeepSpeed's.")
     names.install(package)
