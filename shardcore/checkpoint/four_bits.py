@@ -11,7 +11,7 @@ Tested with transformers 5.24 and bitsandbytes 0.50.
 """
 
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from math import prod
 from typing import Any
 
@@ -23,7 +23,13 @@ from shardcore.distributed.comm import Comm
 from shardcore.distributed.machine import FreedMemory
 from shardcore.engine.agreement import together
 from shardcore.engine.pieces import begin, fill_piece, pieces_of, scatter_piece
-from shardcore.engine.quantized import empty_like, is_scale, is_statistic, statistics_of
+from shardcore.engine.quantized import (
+    SCALES,
+    empty_like,
+    is_complete,
+    is_statistic,
+    statistics_of,
+)
 
 _TEMPORARIES = 8  # what bitsandbytes allocates on the CPU for each byte of a 16-bit weight
 
@@ -108,11 +114,15 @@ class FourBits:
         return prod(stored.shape) == (old.numel() + 1) // (2 * stored.dtype.itemsize)
 
     @torch.no_grad()
-    def load(self, found: Mapping[str, tuple[Any, Stored]], dtype: torch.dtype | None) -> None:
+    def load(
+        self,
+        found: Mapping[str, tuple[Any, Stored]],
+        dtype_of: Callable[[str], torch.dtype | None],
+    ) -> None:
         """Fill the weights in `found`, by name, of the parameters on the meta device, with files.
         Collective.
 
-        dtype: of a weight before it is quantized.
+        dtype_of: that of a weight, by name, before it is quantized; None: as in files.
         """
         if self._quantizer.pre_quantized:
             with together(self._comm, *self._op):
@@ -127,7 +137,7 @@ class FourBits:
             with together(self._comm, *self._op):
                 if self._comm.rank < len(round_):
                     name, (_, stored) = round_[self._comm.rank]
-                    made = self._quantized(name, whole(stored).to(self._comm.device, dtype))
+                    made = self._quantized(name, whole(stored).to(dtype=dtype_of(name)))
             for source, text in enumerate(self._comm.gather_json(_as_json(made))[: len(round_)]):
                 name, (old, _) = round_[source]
                 self._scatter(name, old, text, made, source)
@@ -135,17 +145,17 @@ class FourBits:
     def _read(self, name: str, old: Any, stored: Stored) -> None:
         """Read this rank's ranges of a weight that is quantized in files."""
         files = self._statistics.get(stored, {})
-        if not {"absmax", "quant_map"} < files.keys():
+        if not is_complete(files):
             raise ValueError(
-                f"{self._op[0]}: {getattr(stored, 'path', '')} has no scales of {name}; expected "
-                "a file that bitsandbytes quantized to 4 bits"
+                f"{self._op[0]}: {getattr(stored, 'path', '')} lacks scales or tables of {name}; "
+                "expected a file of a model that bitsandbytes quantized to 4 bits"
             )
         tables = {
-            end: torch.empty(0, dtype=tensor.dtype) if is_scale(end) else whole(tensor)
+            end: torch.empty(0, dtype=tensor.dtype) if end in SCALES else whole(tensor)
             for end, tensor in files.items()
         }
         weight = empty_like(old, stored.dtype, tables, self._comm.device)
-        scales = (files[end] for end in ("absmax", "nested_absmax") if end in files)
+        scales = (files[end] for end in SCALES if end in files)
         for part, source in zip(pieces_of(weight), (stored, *scales), strict=True):
             begin(self._comm, part, source.shape)
             fill_piece(self._comm, part, source.read)
@@ -154,6 +164,7 @@ class FourBits:
 
     def _quantized(self, name: str, values: torch.Tensor) -> Any:
         operation = self._quantizer.get_quantize_ops()
+        values = values.to(self._comm.device)
         converted = operation.convert({name: values}, full_layer_name=name, model=self._model)
         self._freed.add(_TEMPORARIES * values.nbytes)
         return converted[name]
@@ -184,7 +195,7 @@ def _as_json(made: Any) -> Any:
     if made is None:
         return None
     tables = {
-        end: (_name_of(tensor.dtype), [] if is_scale(end) else tensor.tolist())
+        end: (_name_of(tensor.dtype), [] if end in SCALES else tensor.tolist())
         for end, tensor in statistics_of(made).items()
     }
     shapes = [list(part.shape) for part in pieces_of(made)]

@@ -311,9 +311,11 @@ class _Loading:
                     fill_piece(comm, target, tensor.read)
                 freed.add(target.ds_tensor.nbytes if is_partitioned(target) else target.nbytes)
                 target._is_hf_initialized = True  # else transformers initializes it
-        self._convert(conversion, found)
         if four_bits is not None:
-            four_bits.load(to_4_bits, self._config.dtype)
+            four_bits.load(
+                to_4_bits, lambda name: self._kept_in(loading, name) or self._config.dtype
+            )
+        self._convert(conversion, found)
         self._keep_untied(found)
         model._weight_conversions = [each for each in mapping if each.was_used()]
         return sys.modules["transformers.modeling_utils"].LoadStateDictInfo(
@@ -327,13 +329,17 @@ class _Loading:
 
     def _set_dtype(self, loading: Any, name: str, target: torch.Tensor) -> None:
         """Give a parameter the dtype that from_pretrained keeps some modules in."""
+        dtype = self._kept_in(loading, name)
+        if dtype is not None and is_partitioned(target):
+            target.data = target.data.to(dtype)
+
+    def _kept_in(self, loading: Any, name: str) -> torch.dtype | None:
         plan = self._config.dtype_plan or {}
-        if not plan or not is_partitioned(target):
-            return
-        pattern, of_group, _ = loading.build_glob_alternation(list(plan))
-        match = pattern.search(name)
-        if match is not None:
-            target.data = target.data.to(plan[of_group[match.lastgroup]])
+        match = None
+        if plan:
+            pattern, of_group, _ = loading.build_glob_alternation(list(plan))
+            match = pattern.search(name)
+        return None if match is None else plan[of_group[match.lastgroup]]
 
     def _convert(self, conversion: "Conversion", found: Mapping[str, tuple[Any, Stored]]) -> None:
         """Fill what is converted: as many groups at a time as there are ranks, one on each."""

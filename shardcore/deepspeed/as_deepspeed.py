@@ -144,3 +144,4 @@ def register(package: ModuleType) -> None:
     name_sharded_params()
     ShardableOptimizer.parameter_offload = _NO_HOOKS  # type: ignore[attr-defined]
     sys.meta_path.insert(0, _Finder)
+    read_into_pieces(Init)  # where transformers' models are imported: in a new process

@@ -269,8 +269,8 @@ def gathered_parameters(
     weights. One rank alone may then save it.
 
     Parameters of `Init` are gathered before `initialize`, too, one by one, and 4-bit weights with
-    their scales. With None a difference
-    raises ValueError on all ranks. All other parameters, and None, stay as they are.
+    their scales. With None a difference raises ValueError on all ranks. All other parameters, and
+    None, stay as they are.
     """
     if isinstance(params, nn.Module):
         params = params.parameters()

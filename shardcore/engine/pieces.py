@@ -13,6 +13,7 @@ Pieces are cut over all ranks of torch.distributed. Large ones have memory of th
 back to the system when they are freed: a heap would keep it. A gathered weight keeps its piece, so
 an error at the end of a context restores the values of before. The dtype of the empty data counts:
 after `model.half()` a weight is gathered and laid out in half precision, from its piece.
+Of a 4-bit weight of bitsandbytes the packed bytes and the scales are parameters in pieces.
 Source: https://deepspeed.readthedocs.io/en/latest/zero3.html, 0.19.8.
 """
 

@@ -13,7 +13,7 @@ weight is dequantized. Tested with bitsandbytes 0.50 and torchao 0.18.
 """
 
 import logging
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from importlib import import_module
 from math import prod
 from types import SimpleNamespace
@@ -221,8 +221,8 @@ def entry_of(state_dict: dict[str, Any], key: str) -> Any:
 
 # --- from files -----------------------------------------------------------------------------------
 
-_SCALES = "absmax", "nested_absmax"
-_STATISTICS = *_SCALES, "quant_map", "nested_quant_map", "quant_state"
+SCALES = "absmax", "nested_absmax"  # as parts_of yields them
+_STATISTICS = *SCALES, "quant_map", "nested_quant_map", "quant_state"
 
 
 def is_statistic(end: str) -> bool:
@@ -230,9 +230,11 @@ def is_statistic(end: str) -> bool:
     return end.partition(".")[0] in _STATISTICS
 
 
-def is_scale(end: str) -> bool:
-    """Whether this end names scales, which grow with the weight."""
-    return end in _SCALES
+def is_complete(ends: Collection[str]) -> bool:
+    """Whether these tensors beside a 4-bit weight are all that it needs."""
+    nested = {"nested_absmax", "nested_quant_map"}.intersection(ends)
+    has_format = any(end.startswith("quant_state.") for end in ends)
+    return has_format and "absmax" in ends and "quant_map" in ends and len(nested) != 1
 
 
 def statistics_of(weight: Any) -> dict[str, torch.Tensor]:
@@ -248,7 +250,7 @@ def empty_like(
     dtype: of the bytes. statistics: the tensors beside it; of scales the dtypes count alone.
     """
     given = {
-        end: torch.empty(0, dtype=tensor.dtype) if is_scale(end) else tensor
+        end: torch.empty(0, dtype=tensor.dtype) if end in SCALES else tensor
         for end, tensor in statistics.items()
     }
     weight = type(old).from_prequantized(

@@ -221,17 +221,18 @@ def test_bad_files_are_refused_on_every_rank(tmp_path: Path) -> None:
     quantized = _save_quantized(tmp_path, "Llama", NF4, torch.float32)
     file = quantized / "model.safetensors"
     tensors = load_file(file)
-    lost = "model.layers.1.mlp.up_proj.weight.absmax"
-    save_file({n: t for n, t in tensors.items() if n != lost}, file, {"format": "pt"})
-    for message in run_ranks(2, _refused, str(quantized), None):
-        assert f"model.safetensors has no scales of {lost.removesuffix('.absmax')}" in message
-    small = {n: t[:-1] if n == lost.removesuffix(".absmax") else t for n, t in tensors.items()}
+    name = "model.layers.1.mlp.up_proj.weight"
+    for end in ("absmax", "nested_quant_map"):
+        some = {n: t for n, t in tensors.items() if n != f"{name}.{end}"}
+        save_file(some, file, {"format": "pt"})
+        for message in run_ranks(2, _refused, str(quantized), None):
+            assert f"model.safetensors lacks scales or tables of {name}" in message
+    small = {n: t[:-1] if n == name else t for n, t in tensors.items()}
     save_file(small, file, {"format": "pt"})
     for message in run_ranks(2, _refused, str(quantized), None):
         assert "mismatched" in message
     other = tmp_path / "floats" / "model.safetensors"
     tensors = load_file(other)
-    name = "model.layers.1.mlp.up_proj.weight"
     save_file({n: t[:-1] if n == name else t for n, t in tensors.items()}, other, {"format": "pt"})
     for message in run_ranks(2, _refused, str(other.parent), NF4):
         assert "mismatched" in message

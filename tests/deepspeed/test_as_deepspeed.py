@@ -288,6 +288,24 @@ def result_of(folder: Path) -> dict[str, Any]:
     return result
 
 
+QLORA = """
+import peft
+from transformers import BitsAndBytesConfig
+(args,) = HfArgumentParser(TrainingArguments).parse_args_into_dataclasses()
+four_bits = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True)
+model = AutoModelForCausalLM.from_pretrained("llama", quantization_config=four_bits, dtype=torch.float32)
+stage = args.hf_deepspeed_config.config["zero_optimization"]["stage"]
+assert all(hasattr(param, "ds_tensor") == (stage == 3) for param in model.parameters())
+model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
+torch.manual_seed(0)
+lora = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+data = [{"input_ids": ids, "labels": ids} for ids in rows()]
+trainer = Trainer(model=peft.get_peft_model(model, lora), args=args, train_dataset=data)
+trainer.train()
+finish(trainer)
+"""
+
+
 Run = tuple[str, dict[str, Any], tuple[str, ...]]  # a script, DeepSpeed's configuration, arguments
 
 
@@ -453,6 +471,10 @@ WITH_TRL: dict[str, Run] = {
     "dpo": (DPO, config(3), (*FLOAT32, *ONCE)),
     "GRPO": (GRPO, config(3), GRPO_WORDS),
 }
+WITH_4_BITS: dict[str, Run] = {
+    "qlora": (QLORA, config(3), ONCE),
+    "qlora_2": (QLORA, config(2), ONCE),
+}
 LIBRARIES = ("trl", "peft", "datasets")
 STEPWISE = (
     "--gradient_accumulation_steps",
@@ -478,8 +500,11 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What all trainings have left, of one start."""
     folder = tmp_path_factory.mktemp("runs")
     tiny_gpt2().save_pretrained(folder / "saved")
+    save_tiny_llama(folder / "llama")
     libraries = LIBRARIES if all(map(importlib.util.find_spec, LIBRARIES)) else ()
     runs = RUNS | (WITH_TRL if libraries else {})
+    if libraries and importlib.util.find_spec("bitsandbytes"):
+        runs |= WITH_4_BITS
     again = {
         f"{name}_resumed": resumed(name, *runs[name])
         for name in ("three", "own", "lora")
@@ -574,6 +599,15 @@ def with_trl(found: dict[str, Any]) -> dict[str, Any]:
     for name in LIBRARIES:
         pytest.importorskip(name, reason="tests with TRL and PEFT")
     return found
+
+
+@pytest.mark.more
+def test_qlora_by_trainer_has_the_bits_of_stage_2(with_trl: dict[str, Any]) -> None:
+    pytest.importorskip("bitsandbytes", reason="tests with bitsandbytes")
+    three, two = with_trl["qlora"], with_trl["qlora_2"]
+    assert three["loss"] == two["loss"]
+    assert same_weights(three, two)
+    assert any("lora" in name for name in three["weights"])
 
 
 @pytest.mark.more
