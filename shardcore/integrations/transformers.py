@@ -37,8 +37,11 @@ from shardcore.deepspeed.config import Config, read_config, read_json, shard_opt
 from shardcore.deepspeed.initialize import check_model, configured_optimizer
 from shardcore.deepspeed.leaf_modules import mark_configured
 from shardcore.deepspeed.lr_schedules import make as make_scheduler
+from shardcore.deepspeed.zero_init import gathered_parameters
 from shardcore.engine.engine import Engine
+from shardcore.engine.pieces import hide, partitioned_params, show
 from shardcore.integrations.accelerate import ShardcoreAccelerator, has_adapters
+from shardcore.integrations.zero3 import has_stage_3, zero3_loading
 from shardcore.optim import Muon
 from shardcore.optim.interface import engine_of
 from shardcore.options import accept_optimizer
@@ -72,8 +75,12 @@ class ShardcoreArgumentsMixin(_Base):
     """Accepts `deepspeed=` in training arguments without DeepSpeed: `class
     C(ShardcoreArgumentsMixin, SFTConfig)`.
 
-    A ShardcoreTrainerMixin reads the configuration. transformers' own DeepSpeed code does not see
-    it.
+    A ShardcoreTrainerMixin reads the configuration.
+
+    With stage 3 and several ranks, from_pretrained and from_config partition weights, as under
+    zero.Init: from here until a trainer with these arguments shards its model, or as long as the
+    arguments exist. For this time `import deepspeed` imports shardcore. Both functions are
+    collective. If the real DeepSpeed is imported already, they make the whole model on each rank.
     """
 
     deepspeed: Any
@@ -84,6 +91,9 @@ class ShardcoreArgumentsMixin(_Base):
         super().__post_init__()
         text = isinstance(config, str) and config.lstrip().startswith("{")
         self.deepspeed = json.loads(config) if text else config
+        # with a single rank there is nothing to partition, and `device_map` remains possible
+        if self.world_size > 1 and has_stage_3(_in_memory(self.deepspeed)):
+            self._zero3_loading = zero3_loading(_in_memory(self.deepspeed))
 
 
 @dataclass
@@ -123,9 +133,7 @@ class ShardcoreTrainerMixin(_Base):
         config = None if training_arguments is None else training_arguments.deepspeed
         _check_options(config, shard_options)
         self._given_options = dict(shard_options or {})
-        self._config: Mapping[str, Any] | None = (
-            read_json(config) if isinstance(config, str | os.PathLike) else config
-        )
+        self._config: Mapping[str, Any] | None = _in_memory(config)
         self._settings: Config | None = None
         if training_arguments is not None:
             _leave_deepspeed(training_arguments)
@@ -232,21 +240,33 @@ class ShardcoreTrainerMixin(_Base):
         """Make Trainer's optimizer, or the one that the DeepSpeed configuration has, ready to be
         sharded.
         """
-        if self._engine is None:
-            if self._config is not None:
+        self._end_zero3_loading()
+        partitioned = show(self.model)  # optimizers may read shapes
+        try:
+            if self._engine is None and self._config is not None:
                 self._apply_config()
-            configured = self._settings is not None and self._settings.optimizer is not None
-            if self._settings is not None and configured and self.optimizer is None:
-                params = [param for param in self.model.parameters() if param.requires_grad]
-                self.optimizer = configured_optimizer(self.model, params, self._settings)
-        by_trainer = self.optimizer is None
-        if by_trainer:
-            _check_optim(self.args)
-        super().create_optimizer(*args, **kwargs)
-        if by_trainer:
-            # nobody else has it yet, so nothing is to be replaced
-            self.optimizer = accept_optimizer(self.optimizer)
+                if self._settings is not None and self.optimizer is None:
+                    self.optimizer = self._configured_optimizer(self._settings)
+            by_trainer = self.optimizer is None
+            if by_trainer:
+                _check_optim(self.args)
+            super().create_optimizer(*args, **kwargs)
+            if by_trainer:
+                # nobody else has it yet, so nothing is to be replaced
+                self.optimizer = accept_optimizer(self.optimizer)
+        finally:
+            hide(partitioned)
         return self.optimizer
+
+    def _configured_optimizer(self, settings: Config) -> torch.optim.Optimizer | None:
+        if settings.optimizer is None:
+            return None
+        params = [param for param in self.model.parameters() if param.requires_grad]
+        return configured_optimizer(self.model, params, settings)
+
+    def _end_zero3_loading(self) -> None:
+        """Let from_pretrained make ordinary models again, also on one rank alone."""
+        self.args.__dict__.pop("_zero3_loading", None)
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
         """Make the scheduler that the DeepSpeed configuration has, or Trainer's."""
@@ -280,6 +300,7 @@ class ShardcoreTrainerMixin(_Base):
             self.model, self.optimizer = self.accelerator.prepare(self.model, self.optimizer)
             self.model_wrapped = self.model
         elif self._engine is None and self._config is not None:
+            self._end_zero3_loading()
             self._apply_config()
         return super().evaluation_loop(*args, **kwargs)
 
@@ -326,7 +347,10 @@ class ShardcoreTrainerMixin(_Base):
         )
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if not _is_sharded(resume_from_checkpoint):
+        if _is_sharded(resume_from_checkpoint):
+            return
+        pieces = partitioned_params(self.model)  # Trainer fills full weights
+        with gathered_parameters(pieces, modifier_rank=0):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
@@ -382,6 +406,11 @@ def values_of(args: TrainingArguments, model: Any, num_training_steps: int) -> d
         "scheduler.params.total_num_steps": num_training_steps,
         **({} if hidden_size is None else sizes_by(hidden_size)),
     }
+
+
+def _in_memory(config: Any) -> Any:
+    """Return a DeepSpeed configuration, read from its file if it is a path."""
+    return read_json(config) if isinstance(config, str | os.PathLike) else config
 
 
 def _unwrapped_optimizer(optimizer: Any) -> Any:

@@ -13,6 +13,7 @@ trl = pytest.importorskip("trl", reason="tests with TRL")
 import datasets  # noqa: E402
 from tokenizers import Tokenizer, models  # noqa: E402
 
+from shardcore.engine.pieces import has_piece  # noqa: E402
 from shardcore.integrations.transformers import ShardcoreArgumentsMixin, ShardcoreTrainerMixin  # noqa: E402
 from tests.support.huggingface import LORA, VOCAB, launched, rows, tiny_gpt2  # noqa: E402
 from tests.support.ranks import run_ranks  # noqa: E402
@@ -33,7 +34,10 @@ class Arguments(ShardcoreArgumentsMixin, trl.SFTConfig):
     pass
 
 
-def _sft(rank: int, world_size: int, out: str, sharded: bool) -> list[list[float]]:
+def _sft(
+    rank: int, world_size: int, out: str, sharded: bool, folder: str | None = None
+) -> list[list[float]]:
+    """folder: of the model, for the trainer to load; None: it gets a model."""
     with launched(rank, world_size):
         datasets.disable_progress_bars()
         words = {f"w{index}": index for index in range(VOCAB)}
@@ -58,7 +62,7 @@ def _sft(rank: int, world_size: int, out: str, sharded: bool) -> list[list[float
             deepspeed=CONFIG if sharded else None,
         )
         trainer = (Sharded if sharded else trl.SFTTrainer)(
-            model=tiny_gpt2(),
+            model=folder or tiny_gpt2(),
             args=args,
             train_dataset=datasets.Dataset.from_list(
                 [{"input_ids": row["input_ids"].tolist()} for row in rows(32)]
@@ -66,6 +70,8 @@ def _sft(rank: int, world_size: int, out: str, sharded: bool) -> list[list[float
             processing_class=tokenizer,
             peft_config=peft.LoraConfig(**LORA),
         )
+        base = trainer.model.get_base_model()
+        assert has_piece(base.transformer.wte.weight) == (sharded and folder is not None)
         trainer.train()
         history = [entry for entry in trainer.state.log_history if "grad_norm" in entry]
         return [
@@ -77,7 +83,10 @@ def _sft(rank: int, world_size: int, out: str, sharded: bool) -> list[list[float
 @pytest.mark.more
 def test_sft_with_lora_has_the_numbers_of_ddp(tmp_path: Path) -> None:
     expected = run_ranks(2, _sft, str(tmp_path / "ddp"), False)[0]
-    for of_rank in run_ranks(2, _sft, str(tmp_path), True):
+    tiny_gpt2().save_pretrained(tmp_path / "model")
+    given = run_ranks(2, _sft, str(tmp_path), True)
+    assert run_ranks(2, _sft, str(tmp_path), True, str(tmp_path / "model")) == given
+    for of_rank in given:
         assert len(of_rank[0]) == 4
         for ours, theirs in zip(of_rank, expected, strict=True):
             assert ours == pytest.approx(theirs, rel=1e-4)

@@ -4,7 +4,6 @@ data made from numbers.
 
 import os
 import random
-import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -141,41 +140,18 @@ def qlora_of(folder: Any, dtype: torch.dtype = torch.float32) -> Any:
     return peft.get_peft_model(base, lora).train()
 
 
-class _Zero3:
-    """What transformers is told of a configuration of DeepSpeed."""
-
-    config: dict[str, Any]
-
-    def is_zero3(self) -> bool:
-        return True
-
-
 @contextmanager
 def zero3(config: dict[str, Any]) -> Iterator[None]:
     """Let transformers make models as a script does under `shardcore run --as-deepspeed` after
     HfDeepSpeedConfig(config), in a process that has imported transformers.
     """
-    import transformers.modeling_utils
-    from transformers.integrations import deepspeed
+    from shardcore.integrations.zero3 import Zero3Loading
 
-    from shardcore.checkpoint.pretrained import read_into_pieces
-    from shardcore.deepspeed import names, zero_init
-
-    assert transformers.modeling_utils
-    read_into_pieces(zero_init.Init)
-    before = set(sys.modules)
-    package = names.new_module("deepspeed", "Names of DeepSpeed's.")
-    names.install(package)
-    told = _Zero3()
-    told.config = config
-    deepspeed.set_hf_deepspeed_config(told)
+    loading = Zero3Loading(config)
     try:
         yield
     finally:
-        deepspeed.unset_hf_deepspeed_config()
-        for name in set(sys.modules) - before:
-            if name.partition(".")[0] == "deepspeed":
-                del sys.modules[name]
+        del loading
 
 
 def tiny(kind: str, seed: int = 0, **more: Any) -> Any:

@@ -4,6 +4,7 @@ import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -22,14 +23,14 @@ class Memory:
     kept: int = 0
 
 
-def _broadcast_aside(comm: Comm, tensor: torch.Tensor) -> None:
+def _broadcast_aside(comm: Comm, tensor: torch.Tensor, *args: Any) -> None:
     """Comm.broadcast of memory that is not torch's: gloo's threads may be the last to release the
     tensors they were given, and the profiler sees only this thread's frees.
     """
     aside = torch.frombuffer(
         bytearray(tensor.numel() * tensor.itemsize), dtype=tensor.dtype
     ).view_as(tensor)
-    _broadcast(comm, aside.copy_(tensor))
+    _broadcast(comm, aside.copy_(tensor), *args)
     tensor.copy_(aside)
 
 
