@@ -42,6 +42,7 @@ from shardcore.engine.engine import Engine, engine_behind
 from shardcore.engine.quantized import shape_and_dtype
 from shardcore.engine.slices import held_by, slice_of
 from shardcore.offload.disk import file_engine
+from shardcore.optim.group_options import PARAM_DTYPES
 
 MAX_SHARD_BYTES = 5_000_000_000
 Tensors: TypeAlias = Mapping[str, torch.Tensor]  # what is written, on the meta device
@@ -159,7 +160,19 @@ def read(source: Source, name: str, dtype: torch.dtype | None) -> Iterator[torch
     """Yield a flattened tensor of a checkpoint, part by part."""
     for start, numel in cut(0, prod(source.shapes[name])):
         values = source.read(name, "weight", start, numel)
-        yield values.to(_cast_to(values.dtype, dtype))
+        yield rounded(values, _cast_to(values.dtype, dtype))
+
+
+def rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return values in `dtype`, rounded as a step rounds masters to weights: bfloat16 ties go away
+    from zero, where torch rounds them to even.
+    """
+    if values.dtype == dtype or not {values.dtype, dtype} <= set(PARAM_DTYPES):
+        return values.to(dtype)
+    values = values.contiguous()
+    weights = torch.empty_like(values, dtype=dtype)
+    _C.cast([weights], [values])
+    return weights
 
 
 @dataclass(frozen=True)
@@ -644,7 +657,9 @@ def _gathered(
     names = {tensor: name for name, tensor in in_order(engine).items() if name in tensors}
 
     def on_host(name: str, full: torch.Tensor) -> tuple[str, torch.Tensor | None]:
-        return name, full.to("cpu", tensors[name].dtype) if is_wanted(name) else None
+        if not is_wanted(name):
+            return name, None
+        return name, rounded(full, tensors[name].dtype).to("cpu")
 
     asked = [
         bucket for bucket in buckets if any(managed.param in names for managed in bucket.params)

@@ -234,3 +234,30 @@ def test_sizes() -> None:
     for text in ("", "GB", "5 elephants", "-1GB", "1.2.3GB", "1e9"):
         with pytest.raises(ValueError, match="expected a number of bytes"):
             bytes_of(text)
+
+
+def _halfway(rank: int, world_size: int, folder: str, stage: int) -> bool:
+    """Whether files have the weights, not torch's rounding, of masters halfway between two bfloat16
+    numbers.
+    """
+    model = torch.nn.Linear(4, 4, bias=False)
+    with torch.no_grad():
+        model.weight.fill_(1 + 2**-8)
+    optimizer = shardcore.FusedAdam(model.parameters())
+    model, optimizer = shardcore.shard(model, optimizer, stage, precision="bf16")
+    with shardcore.full_params(model):
+        weight = model.weight.detach().clone()
+    assert not torch.equal(weight, torch.full((4, 4), 1 + 2**-8).bfloat16()), "the twin"
+    shardcore.save(os.path.join(folder, "saved"), model, optimizer)
+    path = os.path.join(folder, "model")
+    shardcore.consolidate(model, path, dtype=torch.bfloat16)
+    if rank == 0:
+        consolidate(Path(folder, "saved"), Path(folder, "other"), dtype=torch.bfloat16)
+        found = [load_all(Path(folder, name))["weight"] for name in ("model", "other")]
+        return all(torch.equal(each, weight) for each in found)
+    return True
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_16_bit_files_have_the_bits_of_the_weights(tmp_path: Path, stage: int) -> None:
+    assert run_ranks(2, _halfway, str(tmp_path), stage) == [True, True]

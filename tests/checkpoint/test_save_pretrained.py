@@ -70,9 +70,12 @@ def sharded(kind: Callable[[], Any], rank: int, stage: int = 3, precision: Any =
 
 def plain_of(model: Any, kind: Callable[[], Any], dtype: torch.dtype) -> Any:
     """Return an unsharded model with the weights of a sharded one. Collective."""
-    state = model.state_dict()
     plain = kind().to(dtype)
-    plain.load_state_dict(state)
+    plain.load_state_dict(model.state_dict())
+    # the weights of forward: torch would round a master halfway between two to the even one
+    with shardcore.full_params(model), torch.no_grad():
+        for own, param in zip(plain.parameters(), model.parameters(), strict=True):
+            own.copy_(param)
     return plain
 
 
