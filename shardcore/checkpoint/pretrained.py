@@ -241,6 +241,19 @@ def read_into_pieces(building: Callable[[], AbstractContextManager[Any]]) -> Non
         with building() if partitioned_params(model) else nullcontext():
             return initialize(model, *args, **kwargs)
 
+    save = kind.save_pretrained
+
+    @wraps(save)
+    def save_whole(model: Any, *args: Any, **kwargs: Any) -> Any:
+        if partitioned_params(model):
+            raise RuntimeError(
+                "save_pretrained: the weights are partitioned by zero.Init, and each rank has its "
+                "part alone. Save after initialize() or shard(), or inside "
+                "deepspeed.zero.GatheredParameters"
+            )
+        return save(model, *args, **kwargs)
+
+    kind.save_pretrained = save_whole
     kind._initialize_missing_keys = initialize_pieces
     load_pieces.reads_into_pieces = True  # type: ignore[attr-defined]
     kind._load_pretrained_model = staticmethod(load_pieces)

@@ -363,6 +363,25 @@ def _save_big(folder: str) -> None:
     tiny("Llama", **BIG).bfloat16().save_pretrained(folder, max_shard_size="100MB")
 
 
+def _saved_before_shards(rank: int, world_size: int, folder: str) -> list[str]:
+    with zero3(CONFIG):
+        model, _ = _from_pretrained(folder, LM, {})
+        with pytest.raises(RuntimeError, match=r"partitioned by zero\.Init"):
+            model.save_pretrained(folder + "/empty")
+        with shardcore.zero.GatheredParameters(list(model.parameters())):
+            if rank == 0:
+                model.save_pretrained(f"{folder}/full0")
+    saved, _ = _from_pretrained(f"{folder}/full0", LM, {})
+    plain, _ = _from_pretrained(folder, LM, {})
+    assert all(map(torch.equal, saved.parameters(), plain.parameters()))
+    return [path.name for path in Path(folder).glob("empty*")]
+
+
+def test_partitioned_weights_are_not_saved_as_empty_ones(tmp_path: Path) -> None:
+    tiny("Llama").save_pretrained(tmp_path)
+    assert run_ranks(2, _saved_before_shards, str(tmp_path)) == [[], []]
+
+
 def test_the_reader_is_installed_once() -> None:
     pretrained.read_into_pieces(nullcontext)
     kind = transformers.PreTrainedModel

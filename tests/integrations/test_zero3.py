@@ -67,6 +67,12 @@ def arguments(out: str, deepspeed: Any = None, kind: Any = ShardcoreTrainingArgu
     )
 
 
+def forget_deepspeed() -> None:
+    """Forget an installed DeepSpeed that another test's libraries have imported in this process."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "deepspeed"]:
+        del sys.modules[name]
+
+
 def with_lora(model: Any) -> Any:
     peft = pytest.importorskip("peft", reason="tests with PEFT")
     torch.manual_seed(5)
@@ -102,6 +108,7 @@ def train(
     optimizer: dict[str, Any],
     resume: str | None = None,
 ) -> tuple[str, list[float]]:
+    forget_deepspeed()
     with launched(rank, world_size):
         seed_everything(0)
         plain = None if in_pieces else loaded(folder)
@@ -226,6 +233,7 @@ WIDE = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 8}
 
 def _peak(rank: int, world_size: int, folder: str, in_pieces: bool) -> tuple[int, int]:
     """Return the peak of from_pretrained, and the bytes of all weights."""
+    forget_deepspeed()
     with launched(rank, world_size), pytest.MonkeyPatch.context() as patch:
         patch.setattr(zero_init, "WHOLE_BYTES", 0)
         args = arguments(folder + "/out", config(3 if in_pieces else 2))
