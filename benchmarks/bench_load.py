@@ -70,6 +70,7 @@ def config_of(gb: float) -> Any:
 
 def write_model(folder: Path, gb: float) -> int:
     """Write the model in files of about FILE_BYTES, one at a time; returns their bytes."""
+    from huggingface_hub import split_torch_state_dict_into_shards
     from safetensors.torch import save_file
     from transformers import LlamaForCausalLM
 
@@ -78,27 +79,17 @@ def write_model(folder: Path, gb: float) -> int:
     config.save_pretrained(folder)
     with torch.device("meta"):
         params = dict(LlamaForCausalLM(config).to(torch.bfloat16).named_parameters())
-    files: list[list[str]] = [[]]
-    room = FILE_BYTES
-    for name, param in params.items():
-        if param.nbytes > room and files[-1]:
-            files.append([])
-            room = FILE_BYTES
-        files[-1].append(name)
-        room -= param.nbytes
+    split = split_torch_state_dict_into_shards(params, max_shard_size=FILE_BYTES)
     generator = torch.Generator().manual_seed(0)
-    weight_map = {}
-    for index, names in enumerate(files):
-        file = f"model-{index + 1:05d}-of-{len(files):05d}.safetensors"
+    for file, names in split.filename_to_tensors.items():
         values = {
             name: torch.randn(params[name].shape, generator=generator).mul_(0.02).bfloat16()
             for name in names
         }
         save_file(values, folder / file, metadata={"format": "pt"})
-        weight_map.update(dict.fromkeys(names, file))
-    total = sum(param.nbytes for param in params.values())
-    index_text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map})
-    (folder / "model.safetensors.index.json").write_text(index_text)
+    if split.is_sharded:
+        index = {"metadata": split.metadata, "weight_map": split.tensor_to_filename}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     return sum(path.stat().st_size for path in folder.glob("*.safetensors"))
 
 

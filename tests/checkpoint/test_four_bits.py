@@ -24,6 +24,7 @@ from tests.support.huggingface import (  # noqa: E402
     hash_of_state,
     save_tiny_llama,
     tiny,
+    train_two_steps,
     zero3,
 )
 from tests.support.models import error_of  # noqa: E402
@@ -78,13 +79,7 @@ def _loaded_and_trained(
             scales[3].ds_tensor.view(torch.uint8)[0] ^= 1
     model = _with_lora(model)
     engine = shardcore.initialize(model=model, config=CONFIG)[0]
-    losses = []
-    for _ in range(2):
-        logits = engine(input_ids=torch.arange(8).view(1, 8) + rank)[0]
-        loss = logits.float().square().mean()
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+    losses = train_two_steps(engine, rank)
     state = engine.module.state_dict()
     return losses, sorted(state), hash_of_state(state)
 

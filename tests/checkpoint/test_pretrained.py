@@ -21,7 +21,7 @@ from shardcore.checkpoint import pretrained  # noqa: E402
 from shardcore.checkpoint.file_tensors import counts  # noqa: E402
 from shardcore.deepspeed import zero_init  # noqa: E402
 from shardcore.engine.pieces import has_piece, is_partitioned  # noqa: E402
-from tests.support.huggingface import LORA, VOCAB, tiny, zero3  # noqa: E402
+from tests.support.huggingface import LORA, VOCAB, tiny, train_two_steps, zero3  # noqa: E402
 from tests.support.models import error_of, hash_of  # noqa: E402
 from tests.support.peak import Peak  # noqa: E402
 from tests.support.ranks import run_fresh, run_ranks  # noqa: E402
@@ -102,13 +102,7 @@ def _loaded_and_trained(
         model = change(model)
     names = {key: sorted(map(str, value)) for key, value in info.items()}
     engine = shardcore.initialize(model=model, config=CONFIG)[0]
-    losses = []
-    for _ in range(2):
-        logits = engine(input_ids=torch.arange(8).view(1, 8) + rank)[0]
-        loss = logits.float().square().mean()
-        engine.backward(loss)
-        engine.step()
-        losses.append(loss.item())
+    losses = train_two_steps(engine, rank)
     state = engine.module.state_dict()
     return [sorted(state), hash_of(state.values()), losses, names]
 

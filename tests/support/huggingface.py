@@ -154,6 +154,18 @@ def zero3(config: dict[str, Any]) -> Iterator[None]:
         del loading
 
 
+def train_two_steps(engine: Any, rank: int) -> list[float]:
+    """Train an engine of `initialize` on tokens of this rank; return its losses."""
+    losses = []
+    for _ in range(2):
+        logits = engine(input_ids=torch.arange(8).view(1, 8) + rank)[0]
+        loss = logits.float().square().mean()
+        engine.backward(loss)
+        engine.step()
+        losses.append(loss.item())
+    return losses
+
+
 def tiny(kind: str, seed: int = 0, **more: Any) -> Any:
     """Return a tiny Llama, a Mixtral with fused experts, or tiny_gpt2."""
     import transformers
