@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from itertools import groupby, zip_longest
 from math import prod
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -32,7 +32,14 @@ from shardcore._native import _C
 from shardcore.checkpoint.directory import sync_directory, write_synced
 from shardcore.checkpoint.format import cut, head_of, named_buffers, named_parameters, names_of
 from shardcore.checkpoint.load import open_checkpoint
-from shardcore.checkpoint.merged import Merged, merged_of, merged_values
+from shardcore.checkpoint.merged import (
+    Merged,
+    dtype_of_base,
+    merged_of,
+    merged_values,
+    save_configs,
+    units_of,
+)
 from shardcore.checkpoint.safetensors import INDEX, SINGLE
 from shardcore.checkpoint.save import buffers_of
 from shardcore.checkpoint.source import Source
@@ -44,6 +51,7 @@ from shardcore.engine.slices import held_by, slice_of
 from shardcore.offload.disk import file_engine
 from shardcore.optim.group_options import PARAM_DTYPES
 
+_T = TypeVar("_T")
 MAX_SHARD_BYTES = 5_000_000_000
 Tensors: TypeAlias = Mapping[str, torch.Tensor]  # what is written, on the meta device
 
@@ -73,8 +81,9 @@ def consolidate(
             larger.
         merge_adapters: True writes a sharded model of PEFT as an ordinary model: LoRA adapters are
             merged into their base, and 4-bit and int8 weights become floats. Values are those that
-            forward uses. The dtype None means the dtype of each base weight before it was
-            quantized.
+            forward uses, rounded once. The dtype None means the dtype of the base weights under
+            adapters, before they were quantized. A directory also gets config.json and
+            generation_config.json of a transformers model, so plain from_pretrained loads it.
 
     Tied weights are written once, under their first name. Host memory: a few MiB from a checkpoint;
     from a model, the full weights of two units that are gathered and of one that is written.
@@ -95,10 +104,10 @@ def consolidate(
         engine = engine_behind("consolidate", source)
         with together(engine.everyone, "consolidate", "nothing was written"):
             _check(output, dtype, max_shard_bytes)
-            merged = merged_of(engine) if merge_adapters else {}
-            tensors = of_merged(merged, dtype) if merge_adapters else of_engine(engine, dtype)
-        if merge_adapters:
-            return write_merged(engine, Path(output), merged, tensors, max_shard_bytes)
+            merged = merged_of(engine) if merge_adapters else None
+            tensors = of_engine(engine, dtype) if merged is None else of_merged(merged, dtype)
+        if merged is not None:
+            return _write_merged(engine, Path(output), merged, tensors, max_shard_bytes)
         return write_model("consolidate", engine, Path(output), tensors, max_shard_bytes)
     if not isinstance(source, str | os.PathLike):
         raise TypeError(
@@ -354,13 +363,14 @@ def write_files(
     parts: Sequence[Part],
     targets: Tensors,
     before_renames: Callable[[], object] | None = None,
+    merged: Mapping[str, Merged] | None = None,
 ) -> list[Path]:
     """Write the files of `layout` from a sharded model, by all ranks: Note [Ranks]. Returns their
     paths. Collective.
 
     op: the call, for errors. sources: tensors of the model by name, in the dtypes in which they are
     read. targets: tensors in the files. before_renames: rank 0 calls it when all files are
-    complete.
+    complete. merged: tensors that the sources are made of, if they are not the model's own.
     """
     engine.read_all("state_dict", "the model")
     ranks = engine.everyone
@@ -376,7 +386,7 @@ def write_files(
         writers = [rank for rank, sees in enumerate(sees_folder) if sees]
         writer_of = {file: writers[i % len(writers)] for i, file in enumerate(layout.files)}
         with together(ranks, op, _UNCHANGED):
-            _stream(engine, layout, sources, parts, targets, writer_of, ending)
+            _stream(engine, layout, sources, parts, targets, writer_of, ending, merged)
         with together(ranks, op, "the directory may lack files"):
             if ranks.rank == 0:
                 if before_renames is not None:
@@ -400,21 +410,33 @@ def _stream(
     targets: Tensors,
     writer_of: Mapping[str, int],
     ending: str,
+    merged: Mapping[str, Merged] | None,
 ) -> None:
     """Gather all values, and write the files of this rank. writer_of: the rank of each file."""
     own_rank = engine.everyone.rank
     part_of = {name: part for part in parts for name in part.sources}
     rank_of = {name: writer_of[file] for file, names in layout.files.items() for name in names}
     writers_of = {part: {rank_of[name] for name in part.targets} for part in parts}
-    names = names_of(engine)
 
-    def first_writer(unit: Sequence[Bucket]) -> int:
-        named = (names.get(managed.param) for bucket in unit for managed in bucket.params)
-        first = next((part_of[name] for name in named if name in part_of), None)
-        return 0 if first is None else rank_of[first.targets[0]]
+    def is_wanted(name: str) -> bool:
+        return own_rank in writers_of[part_of[name]]
 
-    buckets = _alternating(engine.buckets, first_writer)
-    place = {name: i for i, name in enumerate(_as_made(_names(engine, sources, buckets), part_of))}
+    def first_writer(unit: Sequence[str]) -> int:
+        return next((rank_of[part_of[name].targets[0]] for name in unit if name in part_of), 0)
+
+    if merged is None:
+        names = names_of(engine)
+        buckets = _alternating(
+            _by_unit(engine.buckets),
+            lambda unit: first_writer([names.get(m.param, "") for b in unit for m in b.params]),
+        )
+        order = _names(engine, sources, buckets)
+        values = _gathered(engine, sources, buckets, is_wanted)
+    else:
+        order = _alternating(units_of(engine, merged), first_writer)
+        dtypes = {name: tensor.dtype for name, tensor in sources.items()}
+        values = merged_values(engine, [merged[name] for name in order], dtypes, is_wanted)
+    place = {name: i for i, name in enumerate(_as_made(order, part_of))}
     files = {
         _unfinished(layout.folder / file, ending): {
             name: targets[name] for name in sorted(layout.files[file], key=place.__getitem__)
@@ -423,9 +445,8 @@ def _stream(
         if writer == own_rank
     }
     largest_bytes = max(
-        (bucket.layout.numel * bucket.dtype.itemsize for bucket in buckets), default=0
+        (bucket.layout.numel * bucket.dtype.itemsize for bucket in engine.buckets), default=0
     )
-    values = _gathered(engine, sources, buckets, lambda name: own_rank in writers_of[part_of[name]])
     own = _OwnFiles(files, largest_bytes)
     held: dict[Part, dict[str, torch.Tensor]] = {part: {} for part in parts}
     try:
@@ -443,16 +464,17 @@ def _stream(
         own.close()
 
 
-def _alternating(
-    buckets: Sequence[Bucket], writer: Callable[[Sequence[Bucket]], int]
-) -> list[Bucket]:
-    """Return the buckets in another order: units of different writers take turns."""
-    queues: dict[int, list[list[Bucket]]] = {}
-    for _, group in groupby(buckets, lambda bucket: bucket.unit):
-        unit = list(group)
+def _by_unit(buckets: Sequence[Bucket]) -> list[list[Bucket]]:
+    return [[*unit] for _, unit in groupby(buckets, lambda bucket: bucket.unit)]
+
+
+def _alternating(units: Iterable[Sequence[_T]], writer: Callable[[Sequence[_T]], int]) -> list[_T]:
+    """Return what units have in another order: units of different writers take turns."""
+    queues: dict[int, list[Sequence[_T]]] = {}
+    for unit in units:
         queues.setdefault(writer(unit), []).append(unit)
     turns = zip_longest(*queues.values(), fillvalue=())
-    return [bucket for turn in turns for unit in turn for bucket in unit]
+    return [each for turn in turns for unit in turn for each in unit]
 
 
 def _as_made(names: Iterable[str], part_of: Mapping[str, Part]) -> Iterator[str]:
@@ -520,6 +542,7 @@ class _OwnFiles:
 
 def of_merged(merged: Mapping[str, Merged], dtype: torch.dtype | None) -> Tensors:
     """Return what an ordinary model has of a model of PEFT, in `dtype`; None: that of the base."""
+    dtype = dtype_of_base(merged.values()) if dtype is None else dtype
     tensors = {}
     for name, each in merged.items():
         shape, own_dtype = shape_and_dtype(each.tensor)
@@ -527,35 +550,34 @@ def of_merged(merged: Mapping[str, Merged], dtype: torch.dtype | None) -> Tensor
     return tensors
 
 
-def write_merged(
+def _write_merged(
     engine: Engine,
     output: Path,
-    merged: dict[str, Merged],
+    merged: Mapping[str, Merged],
     tensors: Tensors,
     max_shard_bytes: int,
 ) -> list[Path]:
-    """Write `tensors` as rank 0 merges them: see `consolidate`. Collective."""
-    dtypes = {name: tensor.dtype for name, tensor in tensors.items()}
-    values = merged_values(engine, merged, dtypes, engine.everyone.rank == 0)
-    return on_first_rank(
-        engine, tensors, lambda each: write(tensors, each, output, max_shard_bytes), values
-    ) or [output]
+    layout = layout_of(tensors, output, max_shard_bytes)
+    parts = [Part([name], [name]) for name in tensors]
+    floating = next((t.dtype for t in tensors.values() if t.is_floating_point()), None)
+
+    def save_rest() -> None:
+        if layout.single is not None:  # the folder is of this model alone
+            save_configs(engine, merged, layout.folder, floating)
+
+    return write_files("consolidate", engine, layout, tensors, parts, tensors, save_rest, merged)
 
 
 def on_first_rank(
-    engine: Engine,
-    tensors: Tensors,
-    use: Callable[[Iterator[torch.Tensor]], list[Path]],
-    values: Iterator[torch.Tensor] | None = None,
+    engine: Engine, tensors: Tensors, use: Callable[[Iterator[torch.Tensor]], list[Path]]
 ) -> list[Path]:
-    """Let rank 0 use the flattened values of `tensors`, or the given ones, while all ranks gather
-    them; returns what it does there. Collective.
+    """Let rank 0 use the flattened values of `tensors`, while all ranks gather them; returns what
+    it does there. Collective.
     """
     engine.read_all("state_dict", "the model")
     is_first = engine.everyone.rank == 0
-    if values is None:
-        gathered = _gathered(engine, tensors, engine.buckets, lambda name: is_first)
-        values = (value.reshape(-1) for _, value in gathered if value is not None)
+    gathered = _gathered(engine, tensors, engine.buckets, lambda name: is_first)
+    values = (value.reshape(-1) for _, value in gathered if value is not None)
     with together(engine.everyone, "consolidate", _UNCHANGED):
         try:
             return use(values) if is_first else []

@@ -1,5 +1,5 @@
 """A model of PEFT as an ordinary one: LoRA adapters merged into their base, and 4-bit or int8
-weights as floats, unit by unit.
+weights as floats, unit by unit, with the configs of the base.
 
 The values are those that forward uses: W + scaling * B A, in the dtypes that weights train in,
 rounded once. PEFT's own merge_and_unload would quantize a 4-bit base again, and would make
@@ -7,8 +7,11 @@ Parameters that the engine does not know. Names of PEFT are used in this file al
 imported. Tested with PEFT 0.21.
 """
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import reduce
 from itertools import groupby
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -17,7 +20,7 @@ from torch import nn
 from shardcore.checkpoint.format import plain_name
 from shardcore.engine.engine import Engine
 from shardcore.engine.full_params import full_params
-from shardcore.engine.quantized import dequantized, parts_of
+from shardcore.engine.quantized import dequantized, parts_of, shape_and_dtype
 from shardcore.torch_private import is_persistent
 
 
@@ -58,33 +61,81 @@ def merged_of(engine: Engine) -> dict[str, Merged]:
         raise NotImplementedError(
             "consolidate: merge_adapters does not support tensor-parallel models yet"
         )
-    first: dict[torch.Tensor, Merged] = {}
+    # with the layer: of tied weights, one may be under an adapter and the other not
+    first: dict[tuple[torch.Tensor, Any], Merged] = {}
     for each in _tensors(model.get_base_model(), ""):
-        first.setdefault(each.tensor, each)
+        first.setdefault((each.tensor, each.layer), each)
     order = {bucket.unit: number for number, bucket in enumerate(engine.buckets)}
     tensors = sorted(first.values(), key=lambda each: order.get(_unit(engine, each), -1))
     return {each.name: each for each in tensors}
 
 
+def dtype_of_base(merged: Iterable[Merged]) -> torch.dtype | None:
+    """Return the dtype of the weights under adapters, before they were quantized; of several dtypes
+    the one that holds all; None without adapters.
+    """
+    dtypes = [shape_and_dtype(each.tensor)[1] for each in merged if each.layer is not None]
+    return reduce(torch.promote_types, dtypes) if dtypes else None
+
+
+def units_of(engine: Engine, merged: Mapping[str, Merged]) -> list[list[str]]:
+    """Return the names of `merged` by unit, in its order."""
+    return [[*names] for _, names in groupby(merged, key=lambda name: _unit(engine, merged[name]))]
+
+
 def merged_values(
-    engine: Engine, merged: dict[str, Merged], dtypes: dict[str, torch.dtype], computes: bool
-) -> Iterator[torch.Tensor]:
-    """Yield flattened values on the CPU in these dtypes, in the order of `merged`, on the rank that
-    computes. Collective: every rank takes all. An error is raised after the last unit.
+    engine: Engine,
+    merged: Sequence[Merged],
+    dtypes: Mapping[str, torch.dtype],
+    is_wanted: Callable[[str], bool],
+) -> Iterator[tuple[str, torch.Tensor | None]]:
+    """Yield values by name, on the CPU in these dtypes, in the order of `merged`. Collective: every
+    rank takes all. An error is raised after the last unit.
+
+    is_wanted: whether this rank uses the value; None in place of all other values.
     """
     errors: list[Exception] = []
-    for _, tensors in groupby(merged.values(), key=lambda each: _unit(engine, each)):
+    for _, tensors in groupby(merged, key=lambda each: _unit(engine, each)):
         unit = [*tensors]
         with full_params(engine, set().union(*(each.params() for each in unit))), torch.no_grad():
-            for each in unit if computes and not errors else ():
+            for each in () if errors else unit:
                 try:
-                    value = each.value().to("cpu", dtypes[each.name]).contiguous().view(-1)
+                    value = None
+                    if is_wanted(each.name):  # copied, as a weight alone is memory of the unit
+                        value = each.value().to("cpu", dtypes[each.name], copy=True)
                 except Exception as error:  # the other ranks gather all units
                     errors.append(error)
                     break
-                yield value
+                yield each.name, value
     if errors:
         raise errors.pop()
+
+
+def save_configs(
+    engine: Engine, merged: Mapping[str, Merged], folder: Path, dtype: torch.dtype | None
+) -> None:
+    """Write the config of the base without its quantization, and its generation config, as
+    transformers' save_pretrained does. Nothing for a base of another library.
+
+    dtype: of the weights in files; None: as the config has it.
+    """
+    wrapped: Any = engine.model
+    model = wrapped.get_base_model()
+    if not hasattr(getattr(model, "config", None), "save_pretrained"):
+        return
+    config = copy.deepcopy(model.config)
+    config.architectures = [type(model).__name__]
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    if dtype is not None:
+        config.dtype = dtype
+    if getattr(config, "tie_word_embeddings", False):
+        ends = model.get_input_embeddings(), model.get_output_embeddings()
+        names = [f"{plain_name(name)}.weight" for name, m in model.named_modules() if m in ends]
+        config.tie_word_embeddings = len(names) < 2 or not all(name in merged for name in names)
+    config.save_pretrained(folder)
+    if model.can_generate():
+        model.generation_config.save_pretrained(folder)
 
 
 def _unit(engine: Engine, merged: Merged) -> str:

@@ -106,6 +106,21 @@ class SaveAdapters(Method):
         on_first_rank(engine, tensors, save)
 
 
+class MergeAndUnload(Method):
+    """`merge_and_unload` of a PEFT model, which would merge into empty weights at stage 3."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Merge the adapters; see PEFT. RuntimeError while weights are sharded."""
+        model: Any = self.model
+        buckets = [] if self.engine is None else self.engine.buckets
+        if any(bucket.weight.numel() < bucket.layout.numel for bucket in buckets):
+            raise RuntimeError(
+                "merge_and_unload: the weights are sharded (stage 3). To export the merged model, "
+                "call shardcore.consolidate(model, FOLDER, merge_adapters=True) on every rank"
+            )
+        return model.base_model.merge_and_unload(*args, **kwargs)
+
+
 def _call_of(model: Any, *args: Any, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
     """Return the class's own save_pretrained of a model, and the arguments of a call by name."""
     own = partial(type(model).save_pretrained, model)
@@ -159,6 +174,7 @@ def attach(model: nn.Module, engine: Engine) -> None:
         and type(model).save_pretrained is adapted.save_pretrained
     ):
         model.__dict__["save_pretrained"] = SaveAdapters(model, engine)
+        model.__dict__["merge_and_unload"] = MergeAndUnload(model, engine)
 
 
 def can_stream(model: nn.Module) -> bool:

@@ -1,6 +1,5 @@
 """Adapters merged into their base for export, unit by unit."""
 
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -58,9 +57,8 @@ def test_an_export_has_the_bits_of_a_merge_into_the_dequantized_base(
     base, output = tmp_path / "base", tmp_path / "merged"
     save_tiny_llama(base)
     adapters = run_ranks(2, export, str(base), str(output), {"units": units})[0]
-    shutil.copy(base / "config.json", output)
     assert len([*output.glob("model-*.safetensors")]) > 2
-    loaded = transformers.AutoModelForCausalLM.from_pretrained(output, dtype=torch.float32)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(output)
     expected = merged_by_peft(base, adapters)
     assert loaded.state_dict().keys() == expected.keys()
     for name, value in loaded.state_dict().items():
@@ -69,9 +67,11 @@ def test_an_export_has_the_bits_of_a_merge_into_the_dequantized_base(
     assert any(not torch.equal(value, expected[name]) for name, value in without.items())
 
 
-def with_head() -> Any:
+def with_head(module: str = "ln_f", **options: Any) -> Any:
     torch.manual_seed(3)
-    config = peft.LoraConfig(**LORA, modules_to_save=["ln_f"], init_lora_weights=False)
+    config = peft.LoraConfig(
+        **{**LORA, **options}, modules_to_save=[module], init_lora_weights=False
+    )
     return peft.get_peft_model(tiny_gpt2(), config)
 
 
@@ -84,6 +84,69 @@ def test_modules_trained_beside_adapters_and_tied_weights_are_exported(tmp_path:
     assert set(expected) - set(found) == {"lm_head.weight"}, "tied to the embedding"
     for name, value in found.items():
         assert torch.equal(value, expected[name].bfloat16()), name
+
+
+def in_two_dtypes(rank: int, world_size: int, output: str) -> tuple[list[str], Any]:
+    """Export a bfloat16 base with a norm in float32; returns the tensors that this rank makes."""
+    model = with_head("ln_f").bfloat16()
+    model.base_model.model.transformer.ln_f.float()
+    torch.nn.init.normal_(model.base_model.model.transformer.ln_f.modules_to_save.default.weight)
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    model, _ = shardcore.shard(model, None, stage=3)
+    written: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        value_of = merged.Merged.value
+        patch.setattr(
+            merged.Merged, "value", lambda each: (written.append(each.name), value_of(each))[1]
+        )
+        shardcore.consolidate(model, output, max_shard_bytes=30_000, merge_adapters=True)
+    return written, expected
+
+
+def test_an_export_has_one_dtype_and_loads_by_plain_from_pretrained(tmp_path: Path) -> None:
+    (first, expected), (second, _) = run_ranks(2, in_two_dtypes, str(tmp_path))
+    assert first
+    assert second
+    assert not {*first} & {*second}, "each rank makes its own files"
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    state = loaded.state_dict()
+    assert {value.dtype for value in state.values()} == {torch.bfloat16}
+    norm = expected["base_model.model.transformer.ln_f.modules_to_save.default.weight"]
+    assert norm.dtype == torch.float32
+    assert torch.equal(state["transformer.ln_f.weight"], norm.bfloat16())
+    files: dict[str, torch.Tensor] = {}
+    for path in tmp_path.glob("*.safetensors"):
+        files |= load_file(path)
+    assert {value.dtype for value in files.values()} == {torch.bfloat16}
+    assert all(torch.equal(state[name], value) for name, value in files.items())
+    assert loaded.generation_config.pad_token_id == 2
+    assert len({*tmp_path.iterdir()}) > 4
+
+
+def test_weights_that_adapters_untie_are_loaded_apart(tmp_path: Path) -> None:
+    ids = torch.arange(6)[None]
+    model = with_head("lm_head")
+    nn.init.normal_(model.base_model.model.lm_head.modules_to_save.default.weight)
+    expected = model(ids).logits
+    model, _ = shardcore.shard(model, None)
+    shardcore.consolidate(model, tmp_path, merge_adapters=True)
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert not loaded.config.tie_word_embeddings
+    torch.testing.assert_close(loaded(ids).logits, expected)
+
+
+def merging(rank: int, world_size: int) -> str:
+    model, _ = shardcore.shard(with_head(), None, stage=3)
+    with pytest.raises(RuntimeError, match=r"consolidate\(model, FOLDER, merge_adapters=True\)"):
+        model.merge_and_unload()
+    with shardcore.full_params(model):
+        return type(model.merge_and_unload()).__name__
+
+
+def test_merge_and_unload_of_sharded_weights_names_consolidate() -> None:
+    assert run_ranks(2, merging) == ["GPT2LMHeadModel"] * 2
+    model, _ = shardcore.shard(with_head(), None)
+    assert type(model.merge_and_unload()).__name__ == "GPT2LMHeadModel"
 
 
 def test_what_cannot_be_merged_is_refused(tmp_path: Path) -> None:
