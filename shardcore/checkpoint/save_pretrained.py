@@ -18,7 +18,7 @@ Other calls go to the library's own method: see `SavePretrained` and `SaveAdapte
 import inspect
 import os
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from importlib import import_module
 from pathlib import Path
@@ -91,19 +91,9 @@ class SaveAdapters(Method):
         ):
             own(save_directory, *args, **kwargs)
             return
-        engine = self.engine
-        with together(engine.everyone, "save_pretrained", "nothing was written"):
-            tensors = _saved_by_peft(engine, given)
-        if tensors is None:
-            own(save_directory, *args, **kwargs)
-            return
         options = {**given, "is_main_process": True}
-
-        def save(values: Iterator[torch.Tensor]) -> list[Path]:
-            own(**{**options, "state_dict": state_dict_of(engine, tensors, values)})
-            return []
-
-        on_first_rank(engine, tensors, save)
+        if not save_adapters(self.engine, lambda st: own(**{**options, "state_dict": st}), **given):
+            own(save_directory, *args, **kwargs)
 
 
 class MergeAndUnload(Method):
@@ -135,7 +125,40 @@ def _reads_own(engine: Engine) -> bool:
     return engine.own_weights or engine.gathered.covers(engine.managed)
 
 
-def _saved_by_peft(engine: Engine, given: Mapping[str, Any]) -> Tensors | None:
+def saves_adapters(model: nn.Module) -> bool:
+    """Whether `save_pretrained` of this sharded model is that of PEFT."""
+    return isinstance(vars(model).get("save_pretrained"), SaveAdapters)
+
+
+def save_adapters(
+    engine: Engine,
+    write: Callable[[dict[str, torch.Tensor]], object],
+    *,
+    selected_adapters: Sequence[str] | None = None,
+    save_embedding_layers: str | bool = "auto",
+    **_: object,
+) -> bool:
+    """Let rank 0 `write` an ordinary state dict of the tensors that PEFT saves: masters in float32.
+    False, with nothing written, if PEFT saves others. Collective.
+
+    The options are those of PEFT's save_pretrained.
+    """
+    with together(engine.everyone, "save_pretrained", "nothing was written"):
+        tensors = _saved_by_peft(engine, selected_adapters, save_embedding_layers)
+    if tensors is None:
+        return False
+
+    def save(values: Iterator[torch.Tensor]) -> list[Path]:
+        write(state_dict_of(engine, tensors, values))
+        return []
+
+    on_first_rank(engine, tensors, save)
+    return True
+
+
+def _saved_by_peft(
+    engine: Engine, adapters: Sequence[str] | None, save_embedding_layers: str | bool
+) -> Tensors | None:
     """Return the tensors of the model that PEFT saves; None if it saves others."""
     model: Any = engine.model
     peft: Any = import_module("peft")
@@ -144,7 +167,7 @@ def _saved_by_peft(engine: Engine, given: Mapping[str, Any]) -> Tensors | None:
         plain_name(key): tensors[name_of[tensor]] for key, tensor in named_state(engine).items()
     }
     saved: set[torch.Tensor] = set()
-    for adapter in given["selected_adapters"] or model.peft_config:
+    for adapter in adapters or model.peft_config:
         if model.peft_config[adapter].is_prompt_learning:
             return None
         saved.update(
@@ -152,7 +175,7 @@ def _saved_by_peft(engine: Engine, given: Mapping[str, Any]) -> Tensors | None:
                 model,
                 state_dict=dict(state),
                 adapter_name=adapter,
-                save_embedding_layers=given["save_embedding_layers"],
+                save_embedding_layers=save_embedding_layers,
             ).values()
         )
     if not saved.issubset(tensors.values()):

@@ -2,8 +2,9 @@
 
 Trainer asks the engine for the whole weights, which rank 0 then has in host memory. In place of
 this the ranks write the weights together, unit by unit, and rank 0 writes all other files by
-Trainer's own `_save`. Models that cannot stream, and adapters, are saved by Trainer's own method.
-Tested with transformers 5.24.
+Trainer's own `_save`. Of a model of PEFT rank 0 gets the tensors that PEFT saves: Trainer would ask
+for the trained ones, without embeddings that were resized. Models that cannot stream are saved by
+Trainer's own method. Tested with transformers 5.24.
 """
 
 import sys
@@ -11,7 +12,12 @@ from functools import partial, wraps
 from pathlib import Path
 from typing import Any
 
-from shardcore.checkpoint.save_pretrained import can_stream, save_pretrained
+from shardcore.checkpoint.save_pretrained import (
+    can_stream,
+    save_adapters,
+    save_pretrained,
+    saves_adapters,
+)
 from shardcore.deepspeed.training_engine import TrainingEngine
 from shardcore.optim.interface import engine_of
 
@@ -31,13 +37,9 @@ def _streaming(own: Any) -> Any:
         trainer: Any, output_dir: str | None = None, _internal_call: bool = False
     ) -> None:
         engine = getattr(trainer, "deepspeed", None)
-        if not isinstance(engine, TrainingEngine) or not _streams(engine, trainer):
+        if not isinstance(engine, TrainingEngine) or not _saves(engine, trainer, output_dir):
             own(trainer, output_dir, _internal_call)
             return
-        save_rest = partial(trainer._save, output_dir, state_dict={})
-        save_pretrained(
-            engine_of(engine.module), Path(output_dir or trainer.args.output_dir), save_rest
-        )
         if trainer.args.push_to_hub and not _internal_call:  # as Trainer's own method
             trainer.push_to_hub(commit_message="Model save", revision=trainer.args.hub_revision)
 
@@ -45,10 +47,22 @@ def _streaming(own: Any) -> Any:
     return save_model
 
 
-def _streams(engine: TrainingEngine, trainer: Any) -> bool:
-    return (
-        engine.zero_optimization_stage() == 3
-        and engine.zero_gather_16bit_weights_on_model_save()
-        and trainer.model is engine.module
-        and can_stream(engine.module)
-    )
+def _saves(engine: TrainingEngine, trainer: Any, output_dir: str | None) -> bool:
+    """Save the model and Trainer's other files; False, with nothing written, if Trainer's own
+    method must.
+    """
+    model = engine.module
+    if (
+        engine.zero_optimization_stage() != 3
+        or not engine.zero_gather_16bit_weights_on_model_save()
+        or trainer.model is not model
+    ):
+        return False
+    write = partial(trainer._save, output_dir)
+    if saves_adapters(model):
+        return save_adapters(engine_of(model), lambda state: write(state_dict=state))
+    if not can_stream(model):
+        return False
+    folder = Path(output_dir or trainer.args.output_dir)
+    save_pretrained(engine_of(model), folder, partial(write, state_dict={}))
+    return True

@@ -31,7 +31,12 @@ from shardcore.checkpoint.consolidate import as_trained, on_first_rank, state_di
 from shardcore.checkpoint.directory import LATEST
 from shardcore.checkpoint.load import load
 from shardcore.checkpoint.save import save
-from shardcore.checkpoint.save_pretrained import can_stream, save_pretrained
+from shardcore.checkpoint.save_pretrained import (
+    can_stream,
+    save_adapters,
+    save_pretrained,
+    saves_adapters,
+)
 from shardcore.deepspeed.auto import resolve, sizes_by
 from shardcore.deepspeed.config import Config, read_config, read_json, shard_options
 from shardcore.deepspeed.initialize import check_model, configured_optimizer
@@ -323,11 +328,13 @@ class ShardcoreTrainerMixin(_Base):
             save_rest = partial(super()._save, output_dir, state_dict={})
             save_pretrained(engine, Path(output_dir or self.args.output_dir), save_rest)
             return
+        write = partial(super()._save, output_dir)
+        if saves_adapters(self.model) and save_adapters(engine, lambda st: write(state_dict=st)):
+            return
         tensors = as_trained(engine, exclude_frozen=has_adapters(self.model))
-        write = super()._save
 
         def on_first(values: Any) -> list[Path]:
-            write(output_dir, state_dict=state_dict_of(engine, tensors, values))
+            write(state_dict=state_dict_of(engine, tensors, values))
             return []
 
         on_first_rank(engine, tensors, on_first)

@@ -13,9 +13,12 @@ import torch
 
 transformers = pytest.importorskip("transformers", reason="tests with transformers")
 pytest.importorskip("accelerate", reason="Trainer needs Accelerate")
+peft = pytest.importorskip("peft", reason="tests with PEFT")
+
+from safetensors.torch import load_file  # noqa: E402
 
 import shardcore  # noqa: E402
-from tests.support.huggingface import tiny_gpt2  # noqa: E402
+from tests.support.huggingface import LORA, VOCAB, tiny_gpt2  # noqa: E402
 from tests.support.models import error_of  # noqa: E402
 from tests.support.ranks import run_ranks  # noqa: E402
 
@@ -78,3 +81,39 @@ def test_weights_are_streamed_and_other_files_are_trainers(tmp_path: Path) -> No
 def test_other_configurations_are_trainers_own(tmp_path: Path, zero: dict[str, Any]) -> None:
     said = [each[0] for each in run_ranks(2, _save, str(tmp_path), zero)]
     assert said == ["NotImplementedError: the whole weights"] * 2
+
+
+def _save_adapters(rank: int, world_size: int, base: str, folder: str) -> Any:
+    model = transformers.AutoModelForCausalLM.from_pretrained(base)
+    torch.manual_seed(0)
+    model.resize_token_embeddings(VOCAB + 8)
+    model = peft.get_peft_model(model, peft.LoraConfig(**LORA))
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 3},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("transformers.trainer.Trainer", type("Trainer", (Trainer,), {}))
+        engine = shardcore.initialize(model=model, config=config)[0]
+        trainer = transformers.trainer.Trainer(engine, folder)
+        trainer.save_model()
+        return trainer.pushed, expected
+
+
+@pytest.mark.more
+def test_adapters_are_saved_with_embeddings_that_were_resized(tmp_path: Path) -> None:
+    base, folder = tmp_path / "base", tmp_path / "adapters"
+    tiny_gpt2().save_pretrained(base)
+    (pushed, expected), _ = run_ranks(2, _save_adapters, str(base), str(folder))
+    assert pushed == 1
+    assert (folder / "training_args.bin").exists()
+    found = load_file(folder / "adapter_model.safetensors")
+    wte = "base_model.model.transformer.wte.weight"
+    assert torch.equal(found.pop(wte), expected[wte].bfloat16().float())
+    found.pop("base_model.model.lm_head.weight", None)
+    assert len(found) == 8
+    for name, value in found.items():
+        assert torch.equal(value, expected[name.replace(".weight", ".default.weight")])

@@ -19,6 +19,7 @@ from shardcore.checkpoint import consolidate  # noqa: E402
 from shardcore.integrations.transformers import ShardcoreTrainer  # noqa: E402
 from tests.support.huggingface import (  # noqa: E402
     LORA,
+    VOCAB,
     hash_of_state,
     launched,
     message_of,
@@ -172,6 +173,33 @@ def test_a_head_that_trains_beside_adapters_is_saved_with_them(tmp_path: Path) -
         model.load_adapter(out / "checkpoint-2", "default")
         hashes.add(hash_of_trained(model))
     assert len(hashes) == 1
+
+
+def train_resized(rank: int, world_size: int, base: str, out: str, kind: Any, options: Any) -> None:
+    with launched(rank, world_size):
+        seed_everything(0)
+        model = transformers.AutoModelForCausalLM.from_pretrained(base)
+        model.resize_token_embeddings(VOCAB + 8)
+        args = TrainingArguments(output_dir=out, **{**DEFAULTS, "max_steps": 2, "save_steps": 1})
+        lora = peft.get_peft_model(model, peft.LoraConfig(**LORA))
+        kind(model=lora, args=args, train_dataset=rows(16), **options).train()
+
+
+def test_embeddings_that_were_resized_are_saved_as_peft_saves_them(tmp_path: Path) -> None:
+    base = str(tmp_path / "base")
+    tiny_gpt2().save_pretrained(base)
+    plain, ours = tmp_path / "plain", tmp_path / "ours"
+    run_ranks(2, train_resized, base, str(plain), Trainer, {})
+    options = {"shard_options": {"stage": 3}}
+    run_ranks(2, train_resized, base, str(ours), ShardcoreTrainer, options)
+    found, expected = (
+        load_file(each / "checkpoint-1" / "adapter_model.safetensors") for each in (ours, plain)
+    )
+    assert found["base_model.model.transformer.wte.weight"].shape == (VOCAB + 8, 32)
+    assert found.keys() == expected.keys()
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-6)
+        assert value.dtype == expected[name].dtype
 
 
 def save_alone(rank: int, world_size: int, out: str) -> list[bool]:
