@@ -347,3 +347,11 @@ def unseen(function: Callable[_P, _R]) -> Callable[_P, _R]:
             return function(*args, **kwargs)
 
     return call
+
+
+def without_override(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Call a function of torch as if no tensor's class overrode it, as `super()` does publicly for
+    the class of the first one alone.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        return function(*args, **kwargs)

@@ -15,6 +15,7 @@ Source: the behaviour documented at https://deepspeed.readthedocs.io/en/latest/z
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -34,6 +35,7 @@ from shardcore.engine.engine import Engine
 from shardcore.engine.full_params import gathered
 from shardcore.engine.pieces import (
     can_partition,
+    check_load,
     described,
     gather,
     has_piece,
@@ -52,6 +54,7 @@ from shardcore.torch_private import unseen
 WHOLE_BYTES = 128 << 20
 
 _OP = "zero.Init"
+_THEN = "the model was not built"
 _Tensor: Any = torch.Tensor
 # These read no values, and no shape.
 _OF_ANY = {
@@ -82,6 +85,8 @@ class _Construction(TorchFunctionMode):
         super().__init__()
         self.comm = Comm()
         self.whole: dict[nn.Parameter, int] = {}
+        self.names: dict[nn.Parameter, str] = {}  # of full ones, with the class of their module
+        self._watched: WeakSet[nn.Module] = WeakSet()
         self._freed = FreedMemory()
         self.broken = False  # ranks disagreed: another collective could hang
         self._handles: list[Any] = []
@@ -125,6 +130,8 @@ class _Construction(TorchFunctionMode):
     def _add_param(self, module: Any, name: str, param: nn.Parameter | None) -> None:
         """(A hook of torch, which takes None as: leave it so.)"""
         if param is not None:
+            self.watch(module)
+            self.names[param] = f"{type(module).__name__}.{name}"
             self.add([param], keep={param, *module._parameters.values()})
 
     @unseen
@@ -132,6 +139,12 @@ class _Construction(TorchFunctionMode):
         # of a copied module no parameter was registered
         if module is not None:
             self.add(module.parameters(), keep=())
+
+    def watch(self, module: Any) -> None:
+        """Let load_state_dict of a module say that its parameters are partitioned."""
+        if module not in self._watched:
+            self._watched.add(module)
+            module.register_load_state_dict_pre_hook(check_load)
 
     def add(self, params: Iterable[nn.Parameter], keep: Collection[Any]) -> None:
         """Count parameters as full, and partition the oldest but `keep` while there are too many
@@ -152,14 +165,21 @@ class _Construction(TorchFunctionMode):
 
     def partition(self, params: Sequence[nn.Parameter]) -> None:
         """Partition full parameters, with rank 0's values. Collective."""
-        self._agree([("weight", str(tuple(p.shape)), str(p.dtype)) for p in params])
+        names = [self.names.get(param, "") for param in params]
+        self._agree(
+            [
+                ("weight", f"{name} {tuple(p.shape)}".lstrip(), str(p.dtype))
+                for name, p in zip(names, params, strict=True)
+            ]
+        )
         partition(self.comm, params, source=0)
         for param in params:
+            self.names.pop(param, None)
             self._freed.add(self.whole.pop(param, 0))
 
     def _agree(self, entries: Sequence[tuple[str, str, str]]) -> None:
         try:
-            agree(self.comm, _OP, entries=entries)
+            agree(self.comm, _OP, entries=entries, then=_THEN, of_work=True)
         except BaseException:
             self.broken = True
             raise
@@ -235,7 +255,7 @@ class Init:
         if error is None:
             _partition_rest(construction)
         elif own is not None and construction.comm.world_size > 1:
-            agree(construction.comm, _OP, [error])
+            agree(construction.comm, _OP, [error], then=_THEN, of_work=True)
 
 
 @unseen
@@ -246,9 +266,11 @@ def _partition_rest(construction: _Construction) -> None:
 
 def _partition_module(module: nn.Module) -> None:
     construction = _Construction()
-    for param in filter(can_partition, module.parameters()):
-        if not has_piece(param):
-            construction.whole[param] = param.nbytes
+    for each in module.modules():
+        construction.watch(each)
+    for name, param in module.named_parameters():
+        if can_partition(param) and not has_piece(param):
+            construction.whole[param], construction.names[param] = param.nbytes, name
     _partition_rest(construction)
 
 

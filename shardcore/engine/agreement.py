@@ -92,6 +92,7 @@ def agree(
     entries_of_model: Sequence[Entry] = (),
     explain: Callable[[], Exception | None] | None = None,
     then: str = "nothing was changed",
+    of_work: bool = False,
 ) -> Agreed:
     """Raise on every rank if a rank has problems, is in another call than `op`, or has other
     entries; else return the payloads. Collective.
@@ -108,6 +109,8 @@ def agree(
         explain: Collective over `comm`: is called where only entries differ, and returns the
             error to raise, None for no difference that matters.
         then: The state that an error leaves.
+        of_work: The problem is an error of work that continues by itself: it is not raised, and
+            other ranks raise RuntimeError.
 
     Raises:
         BaseException: This rank's own problem.
@@ -122,7 +125,7 @@ def agree(
             _raise_own(problems)
         alone = _as_rows(payload.tensors)
         return Agreed(alone, _as_rows(payload.of_part(alone)))
-    words = _Words(comm, op, problems, then, over)
+    words = (_WordsOfWork if of_work else _Words)(comm, op, problems, then, over)
     return _propose(words, entries, payload, entries_of_model, explain)
 
 

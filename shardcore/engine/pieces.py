@@ -19,7 +19,7 @@ Source: https://deepspeed.readthedocs.io/en/latest/zero3.html, 0.19.8.
 
 import copy
 import enum
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import count
@@ -41,7 +41,7 @@ from shardcore.engine.build import Builder
 from shardcore.engine.full_params import digest_of, leaving
 from shardcore.engine.quantized import parts_of
 from shardcore.engine.states import ReadPart, StateStore, part_of, set_weights
-from shardcore.torch_private import is_traceable_wrapper_subclass, unseen
+from shardcore.torch_private import is_traceable_wrapper_subclass, unseen, without_override
 
 
 class ZeroParamStatus(enum.Enum):
@@ -52,6 +52,10 @@ class ZeroParamStatus(enum.Enum):
 
 
 _OP = "zero.Init"
+_MESSAGE = (
+    "the parameter is partitioned by zero.Init, and each rank has its part alone. Call "
+    "initialize() or shard() first, or use it inside deepspeed.zero.GatheredParameters"
+)
 _ATTRIBUTES = (
     *("ds_tensor", "ds_shape", "ds_numel", "ds_id", "ds_status"),
     *("_shardcore_ranks", "__deepcopy__"),
@@ -73,6 +77,39 @@ _alone = _Numbers()
 def _numbers_now() -> _Numbers:
     world = dist.group.WORLD if dist.is_initialized() else None
     return _alone if world is None else _numbers.setdefault(world, _Numbers())
+
+
+class _Empty:
+    """The empty data of a partitioned parameter: what fails on it says why, and it is not pickled.
+    What works on an empty tensor, as `half`, works here.
+    """
+
+    __slots__ = ()
+
+    @classmethod
+    def __torch_function__(
+        cls,
+        func: Callable[..., Any],
+        types: Any,
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        try:
+            result = without_override(func, *args, **(kwargs or {}))
+        except (RuntimeError, ValueError, IndexError) as error:
+            raise RuntimeError(f"{getattr(func, '__name__', func)}: {_MESSAGE}") from error
+        return result.as_subclass(_InStateDict) if func == torch.Tensor.detach else result
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise RuntimeError(f"pickle: {_MESSAGE}")
+
+
+class _Partitioned(_Empty, nn.Parameter):
+    """A Parameter while it is partitioned. It is the same object before and afterwards."""
+
+
+class _InStateDict(_Empty, torch.Tensor):
+    """What a state dict has of it."""
 
 
 def has_piece(tensor: torch.Tensor) -> bool:
@@ -168,8 +205,15 @@ def _hide(param: Any) -> None:
     """Show a partitioned parameter as DeepSpeed does: empty."""
     param.data = torch.empty(0, dtype=param.dtype, device=param.device)
     param.ds_status = ZeroParamStatus.NOT_AVAILABLE
+    if type(param) is nn.Parameter:
+        param.__class__ = _Partitioned
     # of the object, since torch's copies the empty data alone
     param.__deepcopy__ = partial(_copy, param)
+
+
+def _unhide(param: Any) -> None:
+    if type(param) is _Partitioned:
+        param.__class__ = nn.Parameter  # type: ignore[assignment]
 
 
 @unseen
@@ -217,6 +261,16 @@ def gather(comm: Comm, params: Iterable[nn.Parameter]) -> None:
         param.data = full.clone() if shares else full
         param.ds_status = ZeroParamStatus.AVAILABLE
         del param.__deepcopy__
+        _unhide(param)
+
+
+def check_load(module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
+    """Raise RuntimeError if a state dict has a partitioned parameter of a module. A hook of
+    load_state_dict, which would only find the sizes of empty data.
+    """
+    for name, param in module._parameters.items():
+        if param is not None and is_partitioned(param) and prefix + name in state_dict:
+            raise RuntimeError(f"load_state_dict: {prefix + name}: {_MESSAGE}")
 
 
 @contextmanager
@@ -360,6 +414,7 @@ def forget(param: nn.Parameter) -> None:
     """Free the piece of a parameter, which has its values elsewhere."""
     for name in _ATTRIBUTES:
         param.__dict__.pop(name, None)
+    _unhide(param)
 
 
 @unseen

@@ -1,6 +1,8 @@
 """zero.Init: constructors run as without it, with at most a bound of full weights."""
 
 import copy
+import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -144,8 +146,8 @@ def _on_one_rank(rank: int, world_size: int, what: str) -> str:
 @pytest.mark.parametrize(
     ("what", "texts"),
     [
-        ("error", ("rank 1 refused: KeyError", "of rank 1")),
-        ("shape", ("has the weight (4, 3)", "has the weight (4, 3)")),
+        ("error", ("rank 1 failed: KeyError", "of rank 1")),
+        ("shape", ("has the weight Linear.weight (4, 3)",) * 2),
         ("read", ("zero.Init", "zero.Init")),
         ("look", ("no error", "no error")),
     ],
@@ -153,6 +155,45 @@ def _on_one_rank(rank: int, world_size: int, what: str) -> str:
 def test_ranks_that_construct_other_models_raise_on_all(what: str, texts: tuple[str, str]) -> None:
     for message, text in zip(run_ranks(2, _on_one_rank, what), texts, strict=True):
         assert text in message
+
+
+def _used_too_early(rank: int, world_size: int, folder: str) -> list[str]:
+    with deepspeed.zero.Init():
+        model = nn.Sequential(nn.Embedding(6, 8), nn.LayerNorm(8), nn.Linear(8, 3))
+    full = {"0.weight": torch.ones(6, 8)}
+    path = f"{folder}/{rank}.pt"
+    said = [
+        error_of(lambda: model(torch.tensor([1]))),
+        error_of(lambda: model[1](torch.ones(2, 8))),
+        error_of(lambda: model.load_state_dict(full, strict=False)),
+        error_of(lambda: torch.save(model, path)),
+        error_of(lambda: torch.save(model.state_dict(), path)),
+        error_of(lambda: pickle.dumps(model[2].bias)),
+    ]
+    twin = copy.deepcopy(model)
+    assert has_piece(twin[2].weight), "copied in parts"
+    model.half().float()
+    with deepspeed.zero.GatheredParameters(list(model.parameters()), modifier_rank=0):
+        model.load_state_dict(full, strict=False)
+        assert type(model[0].weight) is nn.Parameter
+        model(torch.tensor([1]))
+        torch.save(model.state_dict(), path)
+    assert torch.equal(torch.load(path)["0.weight"], full["0.weight"])
+    engine = start(ds_config(stage=3), model)
+    assert {type(param) for param in engine.module.parameters()} == {nn.Parameter}
+    assert torch.equal(engine.module.state_dict()["0.weight"], full["0.weight"])
+    return said
+
+
+def test_a_use_before_initialize_says_that_weights_are_partitioned(tmp_path: Path) -> None:
+    for said in run_ranks(2, _used_too_early, str(tmp_path)):
+        for call, text in zip(
+            ("embedding", "layer_norm", "load_state_dict: 0.weight", *["pickle"] * 3),
+            said,
+            strict=True,
+        ):
+            assert text.startswith(f"RuntimeError: {call}: the parameter is partitioned"), text
+            assert "Call initialize() or shard() first" in text
 
 
 class _Packed(nn.Parameter):
