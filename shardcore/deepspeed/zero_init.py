@@ -12,6 +12,8 @@ raises an error on one rank raises on all of them.
 Source: the behaviour documented at https://deepspeed.readthedocs.io/en/latest/zero3.html, 0.19.8.
 """
 
+import logging
+import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -27,6 +29,7 @@ from torch.nn.modules.module import (
 from torch.overrides import TorchFunctionMode
 
 from shardcore.checkpoint.pretrained import read_into_pieces
+from shardcore.deepspeed.config import read_json
 from shardcore.deepspeed.initialize import start_process_group
 from shardcore.distributed.comm import Comm
 from shardcore.distributed.machine import FreedMemory
@@ -48,8 +51,11 @@ from shardcore.engine.pieces import gathered as gathered_pieces
 from shardcore.engine.slices import refuse_slices
 from shardcore.engine.unshard import tensors_in
 from shardcore.optim.dtensor import is_dtensor
+from shardcore.optim.group_options import dtype_name
 from shardcore.optim.interface import engine_of
 from shardcore.torch_private import unseen
+
+logger = logging.getLogger("shardcore")
 
 WHOLE_BYTES = 128 << 20
 
@@ -214,9 +220,11 @@ class Init:
         dtype: The default dtype of torch inside the context. By default weights keep the dtypes
             that constructors give them, and `initialize` converts them, so masters lose nothing.
 
-        The other arguments have no effect.
+        Of `config_dict_or_path` (or `config`), a warning says if `initialize` will refuse 16-bit
+        weights. The other arguments have no effect.
         """
         self._enabled, self._dtype = enabled, dtype
+        self._config = kwargs.get("config_dict_or_path") or kwargs.get("config")
         self._contexts = ExitStack()
         if not enabled:
             return
@@ -232,6 +240,7 @@ class Init:
         if self._dtype is not None:
             self._contexts.callback(torch.set_default_dtype, torch.get_default_dtype())
             torch.set_default_dtype(self._dtype)
+        _warn_of_dtype(self._config)
         read_into_pieces(Init)
         self._construction = None if _constructions else _Construction()
         if self._construction is not None:
@@ -256,6 +265,23 @@ class Init:
             _partition_rest(construction)
         elif own is not None and construction.comm.world_size > 1:
             agree(construction.comm, _OP, [error], then=_THEN, of_work=True)
+
+
+def _warn_of_dtype(config: Any) -> None:
+    """Warn, before weights are read, that `initialize` refuses their dtype: `check_model`."""
+    config = read_json(config) if isinstance(config, str | os.PathLike) else config
+    dtype = torch.get_default_dtype()
+    if dtype == torch.float32 or not isinstance(config, Mapping) or dist.get_rank() > 0:
+        return
+    sections = (config.get(n) for n in ("bf16", "bfloat16", "fp16", "torch_autocast"))
+    if not any(isinstance(each, Mapping) and each.get("enabled") for each in sections):
+        logger.warning(
+            "%s: the weights are made in %s, and the configuration enables neither bf16 nor fp16, "
+            "so initialize() will refuse them. Pass TrainingArguments(bf16=True) and "
+            '{"bf16": {"enabled": "auto"}}, or from_pretrained(dtype=torch.float32)',
+            _OP,
+            dtype_name(dtype),
+        )
 
 
 @unseen

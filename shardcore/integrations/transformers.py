@@ -97,8 +97,14 @@ class ShardcoreArgumentsMixin(_Base):
         text = isinstance(config, str) and config.lstrip().startswith("{")
         self.deepspeed = json.loads(config) if text else config
         # with a single rank there is nothing to partition, and `device_map` remains possible
-        if self.world_size > 1 and has_stage_3(_in_memory(self.deepspeed)):
-            self._zero3_loading = zero3_loading(_in_memory(self.deepspeed))
+        in_memory = _in_memory(self.deepspeed)
+        if self.world_size > 1 and has_stage_3(in_memory):
+            filled = dict(in_memory)
+            for name in ("bf16", "fp16"):
+                section = in_memory.get(name)
+                if isinstance(section, Mapping) and section.get("enabled") == "auto":
+                    filled[name] = {**section, "enabled": getattr(self, name)}
+            self._zero3_loading = zero3_loading(filled)
 
 
 @dataclass

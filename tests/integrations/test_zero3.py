@@ -35,6 +35,7 @@ from tests.support.huggingface import (  # noqa: E402
     tiny,
     tiny_gpt2,
 )
+from tests.support.logs import logged  # noqa: E402
 from tests.support.ranks import run_ranks  # noqa: E402
 from tests.support.torch_memory import recorded_memory  # noqa: E402
 
@@ -224,6 +225,32 @@ def test_a_deepspeed_that_is_imported_stays(tmp_path: Path) -> None:
     for whole, said in run_ranks(2, _with_real_deepspeed, str(tmp_path)):
         assert whole
         assert any("DeepSpeed is imported" in message for message in said), said
+
+
+def _load_in_16_bits(rank: int, world_size: int, folder: str) -> list[list[str]]:
+    forget_deepspeed()
+    said = []
+    with launched(rank, world_size):
+        for bf16 in ({"enabled": "auto"}, {"enabled": True}, None):
+            sections = {} if bf16 is None else {"bf16": bf16}
+            args = arguments(folder + "/out", config(**sections))
+            with logged() as messages:
+                loaded(folder)
+            said.append([each for each in messages if "will refuse" in each])
+            del args
+    return said
+
+
+def test_weights_in_16_bits_that_training_refuses_are_reported_before_they_are_read(
+    tmp_path: Path,
+) -> None:
+    tiny_gpt2(3).bfloat16().save_pretrained(tmp_path)
+    (auto, enabled, without), others = run_ranks(2, _load_in_16_bits, str(tmp_path))
+    assert len(auto) == len(without) == 1
+    assert "made in bfloat16" in auto[0]
+    assert "TrainingArguments(bf16=True)" in auto[0]
+    assert enabled == []
+    assert others == [[], [], []], "rank 0 speaks"
 
 
 # --- memory ---------------------------------------------------------------------------------------
