@@ -18,7 +18,7 @@ import re
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from itertools import groupby, zip_longest
 from math import prod
@@ -377,7 +377,7 @@ def write_files(
     ending = _ending(ranks.gather_json(os.getpid())[0])
     marker = _unfinished(layout.folder / "shardcore", ending)
     try:
-        with together(ranks, op, _UNCHANGED):
+        with together(ranks, op, _UNCHANGED), _naming(op, layout.folder):
             if ranks.rank == 0:
                 layout.folder.mkdir(parents=True, exist_ok=True)
                 write_synced(marker, b"")
@@ -385,9 +385,9 @@ def write_files(
         sees_folder = ranks.gather_json(os.path.exists(marker))
         writers = [rank for rank, sees in enumerate(sees_folder) if sees]
         writer_of = {file: writers[i % len(writers)] for i, file in enumerate(layout.files)}
-        with together(ranks, op, _UNCHANGED):
+        with together(ranks, op, _UNCHANGED), _naming(op, layout.folder):
             _stream(engine, layout, sources, parts, targets, writer_of, ending, merged)
-        with together(ranks, op, "the directory may lack files"):
+        with together(ranks, op, "the directory may lack files"), _naming(op, layout.folder):
             if ranks.rank == 0:
                 if before_renames is not None:
                     before_renames()
@@ -400,6 +400,18 @@ def write_files(
 
 
 _UNCHANGED = "existing files are unchanged"
+
+
+@contextmanager
+def _naming(op: str, folder: Path) -> Iterator[None]:
+    """Let errors of the system name the call and its folder."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.strerror is None:
+            raise
+        words = f"{op}: {folder} cannot be written: {error.strerror}"
+        raise OSError(error.errno, words, error.filename) from error
 
 
 def _stream(
@@ -569,16 +581,16 @@ def _write_merged(
 
 
 def on_first_rank(
-    engine: Engine, tensors: Tensors, use: Callable[[Iterator[torch.Tensor]], list[Path]]
+    op: str, engine: Engine, tensors: Tensors, use: Callable[[Iterator[torch.Tensor]], list[Path]]
 ) -> list[Path]:
     """Let rank 0 use the flattened values of `tensors`, while all ranks gather them; returns what
-    it does there. Collective.
+    it does there. Collective. op: the call, for errors.
     """
     engine.read_all("state_dict", "the model")
     is_first = engine.everyone.rank == 0
     gathered = _gathered(engine, tensors, engine.buckets, lambda name: is_first)
     values = (value.reshape(-1) for _, value in gathered if value is not None)
-    with together(engine.everyone, "consolidate", _UNCHANGED):
+    with together(engine.everyone, op, _UNCHANGED):
         try:
             return use(values) if is_first else []
         finally:
@@ -636,7 +648,7 @@ def whole_state_dict(engine: Engine, exclude_frozen: bool = False) -> dict[str, 
         state.update(state_dict_of(engine, tensors, values))
         return []
 
-    on_first_rank(engine, tensors, keep)
+    on_first_rank("state_dict", engine, tensors, keep)
     return state
 
 

@@ -152,7 +152,7 @@ def save_adapters(
         write(state_dict_of(engine, tensors, values))
         return []
 
-    on_first_rank(engine, tensors, save)
+    on_first_rank("save_pretrained", engine, tensors, save)
     return True
 
 

@@ -443,7 +443,7 @@ class ForwardEngine(metaclass=_Kind):
                 torch.save(state_dict, unfinished)
             return [path]
 
-        on_first_rank(self._core, tensors, save)
+        on_first_rank("save_16bit_model", self._core, tensors, save)
         return True
 
     def _open_checkpoint(self, load_dir: str | os.PathLike[str], tag: str | None) -> Source | None:

@@ -343,7 +343,7 @@ class ShardcoreTrainerMixin(_Base):
             write(state_dict=state_dict_of(engine, tensors, values))
             return []
 
-        on_first_rank(engine, tensors, on_first)
+        on_first_rank("save_model", engine, tensors, on_first)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         if self._engine is None:

@@ -358,3 +358,21 @@ def test_a_rank_never_has_more_than_some_units(tmp_path: Path) -> None:
         assert 150e6 < total < 300e6
         assert streamed < bound, (streamed, total)
         assert whole > bound, (whole, total)
+
+
+def _into_bad_paths(rank: int, world_size: int, folder: str) -> list[str]:
+    model = sharded(tiny_gpt2, rank)
+    Path(folder, "file").touch()
+    calls = model.save_pretrained, partial(shardcore.consolidate, model)
+    bad = f"{folder}/file", f"{folder}/file/below"
+    return [error_of(partial(call, path)) for call in calls for path in bad]
+
+
+def test_a_bad_path_is_named_with_the_call_on_every_rank(tmp_path: Path) -> None:
+    for said in run_ranks(2, _into_bad_paths, str(tmp_path)):
+        for call, (file, below) in zip(
+            ("save_pretrained", "consolidate"), (said[:2], said[2:]), strict=True
+        ):
+            assert f"{call}: {tmp_path}/file cannot be written: File exists" in file
+            assert f"{call}: {tmp_path}/file/below cannot be written: Not a directory" in below
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

@@ -264,9 +264,9 @@ def save_adapters(rank: int, world_size: int, out: str) -> list[str]:
     gathered: list[str] = []
     read = consolidate.on_first_rank
 
-    def watched(engine: Any, tensors: Any, use: Any) -> Any:
+    def watched(op: str, engine: Any, tensors: Any, use: Any) -> Any:
         gathered.extend(tensors)
-        return read(engine, tensors, use)
+        return read(op, engine, tensors, use)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("shardcore.checkpoint.save_pretrained.on_first_rank", watched)
