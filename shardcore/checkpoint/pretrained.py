@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from copy import deepcopy
 from functools import partial, wraps
 from importlib import import_module
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeAlias
 
@@ -30,7 +31,7 @@ from shardcore.checkpoint.four_bits import (
     without_quantizer,
     without_statistics,
 )
-from shardcore.checkpoint.safetensors import open_files
+from shardcore.checkpoint.safetensors import INDEX, SINGLE, open_files
 from shardcore.distributed.comm import Comm
 from shardcore.distributed.machine import FreedMemory
 from shardcore.engine.agreement import agree, together
@@ -200,7 +201,6 @@ def _empty(tensor: InFile) -> torch.Tensor:
 
 # --- from_pretrained under zero.Init --------------------------------------------------------------
 
-_OP = "from_pretrained"
 _THEN = "the model is partly loaded: build it anew"
 
 
@@ -259,17 +259,52 @@ def read_into_pieces(building: Callable[[], AbstractContextManager[Any]]) -> Non
     kind._load_pretrained_model = staticmethod(load_pieces)
 
 
+def load_into_pieces(op: str, model: nn.Module, folder: str) -> bool:
+    """Read the .safetensors files of a folder into a partitioned model of transformers; False, with
+    nothing read, for other models and folders. Collective.
+
+    Raises ValueError, on every rank, for tensors of other shapes. A warning names a missing one.
+    """
+    has_files = any((Path(folder) / name).exists() for name in (INDEX, SINGLE))
+    if not is_pretrained(model) or not partitioned_params(model) or not has_files:
+        return False
+    mapping = import_module("transformers.conversion_mapping")
+    load_config = SimpleNamespace(
+        is_quantized=False,
+        weight_mapping=mapping.get_model_conversion_mapping(model),
+        dtype_plan=None,
+    )
+    info = _Loading(model, [folder], load_config, op).run()
+    tensors = model.state_dict(keep_vars=True)
+    there = {tensor for name, tensor in tensors.items() if name not in info.missing_keys}
+    missing = [name for name in info.missing_keys if tensors[name] not in there]  # but tied ones
+    if info.mismatched_keys:
+        name, in_file, own = min(info.mismatched_keys)
+        raise ValueError(
+            f"{op}: {name} has the shape {tuple(in_file)} in {folder}; expected {tuple(own)}, as "
+            "in the model"
+        )
+    if missing:  # as with Trainer, they stay as they are
+        logger.warning(
+            "%s: %s lacks %d tensors of the model, first %s", op, folder, len(missing), min(missing)
+        )
+    return True
+
+
 class _Loading:
-    """One from_pretrained: every rank reads its pieces of the parameters, and all of the buffers.
+    """One from_pretrained, or load of a folder: every rank reads its pieces of the parameters, and
+    all of the buffers.
 
     A group of tensors that transformers converts together is read and converted on one rank, which
     sends each rank its piece.
     """
 
-    def __init__(self, model: Any, paths: Sequence[str], load_config: Any) -> None:
-        """See `read_into_pieces`: the arguments of transformers."""
+    def __init__(
+        self, model: Any, paths: Sequence[str], load_config: Any, op: str = "from_pretrained"
+    ) -> None:
+        """See `read_into_pieces`: the arguments of transformers. op: the call, for errors."""
         self._model, self._paths, self._config = model, paths, load_config
-        self._comm = Comm()
+        self._comm, self._op = Comm(), op
 
     @unseen
     @torch.no_grad()
@@ -281,16 +316,16 @@ class _Loading:
         loading = import_module("transformers.core_model_loading")
         mapping = without_quantizer(self._config.weight_mapping or ())
         four_bits: FourBits | None = None
-        with together(comm, _OP, _THEN):
-            files = in_files = open_files(self._paths, _OP)
+        with together(comm, self._op, _THEN):
+            files = in_files = open_files(self._paths, self._op)
             if self._config.is_quantized:
                 in_files, statistics = without_statistics(files)
                 quantizer = self._config.hf_quantizer
-                four_bits = FourBits(comm, model, quantizer, statistics, (_OP, _THEN))
+                four_bits = FourBits(comm, model, quantizer, statistics, (self._op, _THEN))
             conversion = Conversion(model, in_files, loading, mapping)
         agree(
             comm,
-            _OP,
+            self._op,
             entries=[("tensor in files", n, str(t.shape), str(t.dtype)) for n, t in files.items()],
         )
         targets: dict[str, Any] = model.state_dict(keep_vars=True)
@@ -312,7 +347,7 @@ class _Loading:
             else:
                 mismatched.add((name, torch.Size(stored.shape), torch.Size(shape)))
         freed = FreedMemory()
-        with together(comm, _OP, _THEN):
+        with together(comm, self._op, _THEN):
             for name, (target, tensor) in found.items():
                 if target.is_meta:
                     target = put_piece(comm, model, name, target)
@@ -365,7 +400,7 @@ class _Loading:
         while waiting:
             round_, waiting = waiting[: comm.world_size], waiting[comm.world_size :]
             full: Mapping[str, torch.Tensor] = {}
-            with together(comm, _OP, _THEN):
+            with together(comm, self._op, _THEN):
                 if comm.rank < len(round_):
                     full = conversion.full(round_[comm.rank][0])
             for source, (_, members) in enumerate(round_):
@@ -395,8 +430,9 @@ class _Loading:
                 self._model.all_tied_weights_keys.pop(target)
                 if self._comm.rank == 0:
                     logger.warning(
-                        "from_pretrained: the files have other values of %s than of %s, so these "
-                        "are not tied. Set tie_word_embeddings=False in the configuration",
+                        "%s: the files have other values of %s than of %s, so these are not tied. "
+                        "Set tie_word_embeddings=False in the configuration",
+                        self._op,
                         target,
                         source,
                     )

@@ -30,6 +30,7 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from shardcore.checkpoint.consolidate import as_trained, on_first_rank, state_dict_of
 from shardcore.checkpoint.directory import LATEST
 from shardcore.checkpoint.load import load
+from shardcore.checkpoint.pretrained import load_into_pieces
 from shardcore.checkpoint.save import save
 from shardcore.checkpoint.save_pretrained import (
     can_stream,
@@ -360,7 +361,9 @@ class ShardcoreTrainerMixin(_Base):
         )
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        if _is_sharded(resume_from_checkpoint):
+        if _is_sharded(resume_from_checkpoint) or load_into_pieces(
+            "resume_from_checkpoint", self.model, resume_from_checkpoint
+        ):
             return
         pieces = partitioned_params(self.model)  # Trainer fills full weights
         with gathered_parameters(pieces, modifier_rank=0):

@@ -259,13 +259,16 @@ WIDE = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 8}
 
 
 def _peak(rank: int, world_size: int, folder: str, in_pieces: bool) -> tuple[int, int]:
-    """Return the peak of from_pretrained, and the bytes of all weights."""
+    """Return the peak of from_pretrained and of resuming, and the bytes of all weights."""
     forget_deepspeed()
     with launched(rank, world_size), pytest.MonkeyPatch.context() as patch:
         patch.setattr(zero_init, "WHOLE_BYTES", 0)
         args = arguments(folder + "/out", config(3 if in_pieces else 2))
         with recorded_memory() as memory:
             model = loaded(folder)
+            if in_pieces:  # as train(resume_from_checkpoint=folder) does first
+                trainer = ShardcoreTrainer(model=model, args=args)
+                trainer._load_from_checkpoint(folder)
         whole = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters()) * 4
         del args
         return memory.peak, whole
