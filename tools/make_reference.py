@@ -147,10 +147,15 @@ def _signature(name: str, thing: Any) -> str:
             continue
         if parameter.kind is parameter.KEYWORD_ONLY and "*" not in shown:
             shown.append("*")
-        default = "" if parameter.default is parameter.empty else f"={parameter.default!r}"
+        default = "" if parameter.default is parameter.empty else f"={_default(parameter.default)}"
         stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
         shown.append(f"{stars}{parameter.name}{default}")
     return f"{name}({', '.join(shown)})"
+
+
+def _default(value: Any) -> str:
+    """Return a default in words; a function by its name, as its repr has an address."""
+    return value.__name__ if inspect.isfunction(value) else repr(value)
 
 
 def _methods(kind: type) -> list[tuple[str, Any]]:

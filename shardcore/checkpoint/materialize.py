@@ -194,9 +194,10 @@ def plan_materialize(
         for tensor, name in meta.items():
             if isinstance(tensor, nn.Parameter):
                 raise ValueError(
-                    f"shard: {name} is on the meta device, and materialize is not given. Set it "
-                    "in shard_options: a folder of .safetensors files for pretrained weights, or "
-                    "None to initialize at random"
+                    f"shard: {name} is on the meta device, and materialize is not given. Set it, "
+                    "in shard_options or for initialize: a folder of .safetensors files for "
+                    "pretrained weights, or None to initialize at random. Or build the model under "
+                    "zero.Init, as from_pretrained does with a DeepSpeed configuration of stage 3"
                 )
         materialize = None
     if materialize is not None and partitioned_params(model):

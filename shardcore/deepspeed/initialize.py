@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from shardcore._native import _C
 from shardcore.api import shard_and_log
-from shardcore.checkpoint.materialize import Materialize
+from shardcore.checkpoint.materialize import Materialize, required
 from shardcore.deepspeed import checkpointing
 from shardcore.deepspeed.config import Config, read_config, shard_options
 from shardcore.deepspeed.hf_trainer import stream_saves
@@ -81,7 +81,7 @@ def initialize(
     mesh_param: Any = None,
     config_params: Mapping[str, Any] | str | os.PathLike[str] | None = None,
     *,
-    materialize: Materialize | None = None,
+    materialize: Materialize | None = required,
 ) -> tuple["TrainingEngine", ShardableOptimizer, "ShardedLoader | None", Any]:
     """Shard `model` by a DeepSpeed configuration and return (engine, optimizer, dataloader,
     lr_scheduler). Collective.
@@ -122,8 +122,8 @@ def initialize(
         dist_init_required: False requires a started process group.
         mpu: The result of UlyssesSPAttentionHF.register_with_transformers, for long sequences. Any
             other mpu, and mesh_param, may only describe parallelism over 1 rank.
-        materialize: The values of a model that was built under `torch.device("meta")`, as in shard.
-            A model of zero.Init has its values.
+        materialize: Required for a model on the meta device: its values, as in shard. None
+            initializes it at random. A model of zero.Init has its values.
 
     Returns a TrainingEngine as the engine. Without an optimizer here and in the configuration, the
     engine is a ForwardEngine, whose backward raises an error. The returned optimizer is then None,

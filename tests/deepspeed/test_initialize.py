@@ -125,6 +125,19 @@ def test_a_model_on_the_meta_device_is_made(stage: int) -> None:
         start(ds_config(stage=stage), model=meta(), materialize=3)
 
 
+def _linear() -> nn.Module:
+    return meta(lambda: nn.Sequential(nn.Linear(8, 8)))  # type: ignore[no-any-return]
+
+
+def test_a_model_on_the_meta_device_has_random_weights_on_request_alone() -> None:
+    with pytest.raises(
+        ValueError, match=r"0\.weight is on the meta device, and materialize is not"
+    ):
+        start(ds_config(stage=3), model=_linear())
+    weight = start(ds_config(stage=0), model=_linear(), materialize=None).module[0].weight
+    assert 0 < weight.std() < 1
+
+
 def test_a_class_is_a_function() -> None:
     engine = start(without("optimizer"), optimizer=shardcore.CPUAdam)
     assert type(engine.optimizer) is shardcore.CPUAdam
