@@ -209,14 +209,18 @@ class Init:
     def __init__(
         self,
         module: nn.Module | None = None,
+        data_parallel_group: dist.ProcessGroup | None = None,
         *args: Any,
         enabled: bool = True,
         dtype: torch.dtype | None = None,
+        sequence_data_parallel_group: dist.ProcessGroup | None = None,
         **kwargs: Any,
     ) -> None:
         """Start torch.distributed.
 
         module: A module to partition at once. All ranks get rank 0's values.
+        data_parallel_group: None, or a group of all ranks. sequence_data_parallel_group replaces
+            it, as in DeepSpeed. Raises NotImplementedError for a group of some ranks.
         dtype: The default dtype of torch inside the context. By default weights keep the dtypes
             that constructors give them, and `initialize` converts them, so masters lose nothing.
 
@@ -230,6 +234,7 @@ class Init:
             return
         if not dist.is_initialized():
             start_process_group(_OP, 29500)
+        _check_group(sequence_data_parallel_group or data_parallel_group)
         if module is not None:
             _partition_module(module)
 
@@ -281,6 +286,16 @@ def _warn_of_dtype(config: Any) -> None:
             '{"bf16": {"enabled": "auto"}}, or from_pretrained(dtype=torch.float32)',
             _OP,
             dtype_name(dtype),
+        )
+
+
+def _check_group(group: dist.ProcessGroup | None) -> None:
+    size, ranks = dist.get_world_size(group), dist.get_world_size()
+    if size != ranks:  # a rank outside of its group has size -1
+        raise NotImplementedError(
+            f"{_OP}: data_parallel_group has {max(size, 0)} of {ranks} ranks, and weights are "
+            "partitioned over all of them. Pass None, or build the model on the meta device and "
+            "give initialize materialize="
         )
 
 

@@ -3,6 +3,7 @@ checkpoints, refusals.
 """
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -18,9 +19,10 @@ from shardcore.deepspeed import initialize as module
 from shardcore.deepspeed import names
 from shardcore.optim.dtensor import is_dtensor
 from tests.support.deepspeed import ADAM, ds_config
-from tests.support.models import hash_of_training, make_net
+from tests.support.models import assert_one, hash_of_training, make_net
 from tests.support.ranks import run_ranks
 from tests.support.slices import mesh_of
+from tests.support.torch_memory import recorded_memory
 
 transformers = pytest.importorskip("transformers")
 
@@ -122,6 +124,34 @@ def _by_shard(rank: int, world: int, size: int, cases: list[tuple[str, int, bool
         losses = _losses(model, lambda loss: (loss / 2).backward(), step, rank // size)
         hashes.append((hash_of_training(model, optimizer), losses, []))
     return hashes
+
+
+WIDE = {"hidden_size": 64, "intermediate_size": 256}
+
+
+def _built(rank: int, world: int, how: str, folder: str) -> tuple[str, int, int]:
+    """Hash, the peak of initialize, and the bytes of all weights."""
+    context: Any = {"zero.Init": shardcore.zero.Init(), "meta": torch.device("meta")}
+    with mock.patch.dict(SIZES, WIDE), context.get(how, nullcontext()):
+        model = _llama()
+    options: dict[str, Any] = {"materialize": folder} if how == "meta" else {}
+    whole = sum(getattr(p, "ds_numel", p.numel()) for p in model.parameters()) * 4
+    with recorded_memory() as memory:
+        engine = shardcore.initialize(model=model, config=_config(3, 2), **options)[0]
+    return hash_of_training(engine, engine.optimizer), memory.peak, whole
+
+
+@pytest.mark.more
+def test_a_model_is_sliced_from_its_files_or_from_the_pieces_of_zero_init(tmp_path: Path) -> None:
+    with mock.patch.dict(SIZES, WIDE):
+        _llama().save_pretrained(tmp_path)
+    plain, pieces, files = (
+        run_ranks(2, _built, how, str(tmp_path)) for how in ("plain", "zero.Init", "meta")
+    )
+    for of_rank in zip(plain, pieces, files, strict=True):
+        assert_one(hash for hash, _, _ in of_rank)
+    for (_, gathered, whole), (_, peak, _) in zip(pieces, files, strict=True):
+        assert peak <= 1.7 * whole < gathered, "half of the weights, and two states of each"
 
 
 CASES = [("parameters", 2, False), ("optimizer", 3, True)]

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import shardcore as deepspeed
@@ -194,6 +195,20 @@ def test_a_use_before_initialize_says_that_weights_are_partitioned(tmp_path: Pat
         ):
             assert text.startswith(f"RuntimeError: {call}: the parameter is partitioned"), text
             assert "Call initialize() or shard() first" in text
+
+
+def _over_a_group(rank: int, world_size: int) -> str:
+    whole, pair = dist.new_group(), [dist.new_group([0, 1]), dist.new_group([2])][rank // 2]
+    with deepspeed.zero.Init(None, whole), deepspeed.zero.Init(data_parallel_group=None):
+        pass
+    with deepspeed.zero.Init(None, pair, sequence_data_parallel_group=whole):
+        pass
+    return error_of(lambda: deepspeed.zero.Init(data_parallel_group=pair))
+
+
+def test_groups_of_some_ranks_are_refused() -> None:
+    for size, message in zip((2, 2, 1), run_ranks(3, _over_a_group), strict=True):
+        assert f"data_parallel_group has {size} of 3 ranks" in message
 
 
 class _Packed(nn.Parameter):
