@@ -47,7 +47,7 @@ from shardcore.deepspeed.zero_init import gathered_parameters
 from shardcore.engine.engine import Engine
 from shardcore.engine.pieces import hide, partitioned_params, show
 from shardcore.integrations.accelerate import ShardcoreAccelerator, has_adapters
-from shardcore.integrations.zero3 import has_stage_3, zero3_loading
+from shardcore.integrations.zero3 import Zero3Loading, has_stage_3
 from shardcore.optim import Muon
 from shardcore.optim.interface import engine_of
 from shardcore.options import accept_optimizer
@@ -85,8 +85,8 @@ class ShardcoreArgumentsMixin(_Base):
 
     With stage 3 and several ranks, from_pretrained and from_config partition weights, as under
     zero.Init: from here until a trainer with these arguments shards its model, or as long as the
-    arguments exist. For this time `import deepspeed` imports shardcore. Both functions are
-    collective. If the real DeepSpeed is imported already, they make the whole model on each rank.
+    arguments exist. For this time `import deepspeed` imports shardcore, also where DeepSpeed is
+    installed. Both functions are collective.
     """
 
     deepspeed: Any
@@ -105,7 +105,7 @@ class ShardcoreArgumentsMixin(_Base):
                 section = in_memory.get(name)
                 if isinstance(section, Mapping) and section.get("enabled") == "auto":
                     filled[name] = {**section, "enabled": getattr(self, name)}
-            self._zero3_loading = zero3_loading(filled)
+            self._zero3_loading = Zero3Loading(filled)
 
 
 @dataclass
