@@ -120,7 +120,8 @@ class ShardcoreTrainerMixin(_Base):
         and precision. With `bf16` or `fp16` weights use this dtype with float32 masters, in place
         of autocast. With `torch_compile` each unit is compiled.
         A model on the meta device requires materialize: a folder for pretrained weights, or None to
-        initialize at random.
+        initialize at random. from_pretrained has made the whole model on each rank by then, unless
+        a ShardcoreArgumentsMixin of stage 3 was made before it.
 
     Alternatively the training arguments contain `deepspeed=`: a DeepSpeed configuration, with
     "auto" resolved from the arguments. With neither, the model trains at stage 2. All other
@@ -186,8 +187,11 @@ class ShardcoreTrainerMixin(_Base):
             precision = "bf16"
         elif self.args.fp16:
             precision = "fp16"
+        options = self._given_options
+        if has_stage_3(self._config):
+            options = {"stage": 3}  # of a reference model, which TRL prepares before _apply_config
         self.accelerator = ShardcoreAccelerator(
-            shard_options=self._options(self._given_options),
+            shard_options=self._options(options),
             **{**self._accelerator_args, "mixed_precision": precision},
         )
         self.gather_function = partial(
