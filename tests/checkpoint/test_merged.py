@@ -72,7 +72,11 @@ def with_head(module: str = "ln_f", **options: Any) -> Any:
     config = peft.LoraConfig(
         **{**LORA, **options}, modules_to_save=[module], init_lora_weights=False
     )
-    return peft.get_peft_model(tiny_gpt2(), config)
+    model = peft.get_peft_model(tiny_gpt2(), config)
+    if module == "ln_f":
+        with torch.no_grad():
+            model.base_model.model.transformer.ln_f.modules_to_save["default"].weight.mul_(1.5)
+    return model
 
 
 def test_modules_trained_beside_adapters_and_tied_weights_are_exported(tmp_path: Path) -> None:
