@@ -43,7 +43,7 @@ from shardcore.engine.hooks import attach
 from shardcore.engine.loss_scale import LossScale
 from shardcore.engine.mistakes import warn_of_compiled
 from shardcore.engine.optimizer_state import ShardedStates
-from shardcore.engine.pieces import checked_pieces, hide, lay_out, show
+from shardcore.engine.pieces import checked_pieces, hide, lay_out, partitioned_params, show
 from shardcore.engine.plan import Plan, input_casts
 from shardcore.engine.regroup import regroup
 from shardcore.engine.slices import refuse_slices, slice_mesh
@@ -413,7 +413,7 @@ def shard_and_log(
     if optimizer is None:
         given["offload"] = without_states(given.get("offload"))
     options = ShardOptions(**given)
-    partitioned = show(model)
+    partitioned = show(partitioned_params(model))
     try:
         plan, filler, options = _plan(
             model, user_optimizer, options, process_group, model_parallel_group, ranks_per_node

@@ -46,7 +46,7 @@ from shardcore.distributed.groups import use_own_gpu
 from shardcore.distributed.launchers import env_int, follow_launcher, launched_world_size
 from shardcore.engine.agreement import agree, together
 from shardcore.engine.engine import Engine
-from shardcore.engine.pieces import assemble, hide, show
+from shardcore.engine.pieces import assemble, hide, partitioned_params, show
 from shardcore.engine.slices import slice_mesh
 from shardcore.engine.unshard import tensors_in
 from shardcore.optim import FusedAdam, Muon, ShardableOptimizer
@@ -164,7 +164,7 @@ def initialize(
     chosen: Any = None  # the optimizer to shard
     options_before: _Options = []
     old = engine_of(model)
-    partitioned = show(model)
+    partitioned = show(partitioned_params(model))
     try:
         if both_configs:
             raise ValueError(

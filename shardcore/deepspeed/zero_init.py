@@ -14,6 +14,7 @@ Source: the behaviour documented at https://deepspeed.readthedocs.io/en/latest/z
 
 import logging
 import os
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -46,6 +47,7 @@ from shardcore.engine.pieces import (
     is_partitioned,
     partition,
     pieces_of,
+    show,
 )
 from shardcore.engine.pieces import gathered as gathered_pieces
 from shardcore.engine.slices import refuse_slices
@@ -85,6 +87,7 @@ class _Construction(TorchFunctionMode):
 
     whole: the full ones, oldest first, with their bytes. Strong references: a collector frees
     cycles at other times on other ranks.
+    made: all of them.
     """
 
     def __init__(self) -> None:
@@ -93,6 +96,7 @@ class _Construction(TorchFunctionMode):
         self.whole: dict[nn.Parameter, int] = {}
         self.names: dict[nn.Parameter, str] = {}  # of full ones, with the class of their module
         self._watched: WeakSet[nn.Module] = WeakSet()
+        self.made: dict[int, weakref.ref[nn.Parameter]] = {}  # by id
         self._freed = FreedMemory()
         self.broken = False  # ranks disagreed: another collective could hang
         self._handles: list[Any] = []
@@ -157,8 +161,10 @@ class _Construction(TorchFunctionMode):
         bytes. Collective.
         """
         for param in params:
-            if param not in self.whole and not is_partitioned(param) and can_partition(param):
-                self.whole[param] = param.nbytes
+            if is_partitioned(param) or can_partition(param):
+                self.made[id(param)] = weakref.ref(param)
+                if not is_partitioned(param):
+                    self.whole.setdefault(param, param.nbytes)
         total, oldest = sum(self.whole.values()), []
         for param, nbytes in self.whole.items():
             if total <= WHOLE_BYTES:
@@ -259,7 +265,7 @@ class Init:
         if not self._enabled:
             return
         self._contexts.close()
-        own = self._construction
+        own, self._construction = self._construction, None
         if own is not None:
             _constructions.remove(own)
             own.end(kind, error, traceback)
@@ -303,6 +309,17 @@ def _check_group(group: dist.ProcessGroup | None) -> None:
 def _partition_rest(construction: _Construction) -> None:
     # whether there are any or not: another rank may say here that its constructor failed
     construction.partition(list(construction.whole))
+
+
+@contextmanager
+def init_with_shapes() -> Iterator[None]:
+    """Init, at whose end weights have their shapes, which optimizers may read. A read of values
+    raises RuntimeError until `shard` ends. Collective.
+    """
+    with Init():
+        made = _constructions[0].made
+        yield
+    show(param for ref in made.values() if (param := ref()) is not None)
 
 
 def _partition_module(module: nn.Module) -> None:

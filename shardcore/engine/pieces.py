@@ -221,7 +221,8 @@ def _copy(param: Any, memo: dict[int, Any]) -> nn.Parameter:
     """Return a copy of a partitioned parameter, which is partitioned, too. Not collective."""
     if id(param) in memo:
         return memo[id(param)]  # type: ignore[no-any-return]
-    twin: Any = nn.Parameter(param.data.clone(), param.requires_grad)
+    empty = torch.empty(0, dtype=param.dtype, device=param.device)
+    twin: Any = nn.Parameter(empty, param.requires_grad)
     memo[id(param)] = twin
     twin.__dict__.update(
         {key: value for key, value in param.__dict__.items() if key != "__deepcopy__"}
@@ -231,6 +232,8 @@ def _copy(param: Any, memo: dict[int, Any]) -> nn.Parameter:
         twin.__class__ = param.__class__
         twin.quant_state = copy.deepcopy(param.quant_state, memo)
     _hide(twin)
+    if param.shape == param.ds_shape:
+        show([twin])
     return twin  # type: ignore[no-any-return]
 
 
@@ -360,19 +363,23 @@ def scatter_piece(comm: Comm, param: Any, flat: torch.Tensor | None, source: int
 
 
 @unseen
-def show(model: Any) -> list[nn.Parameter]:
-    """Let the partitioned parameters of a model have their shapes, without memory, and return
-    them. A read raises RuntimeError.
+def show(params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
+    """Let partitioned parameters have their shapes, without memory, and return those that were
+    empty. A read raises RuntimeError.
     """
-    params: list[Any] = [param for param in partitioned_params(model) if is_partitioned(param)]
-    for param in params:
+    hidden: list[Any] = [
+        param
+        for param in params
+        if is_partitioned(param) and param.shape != param.ds_shape  # type: ignore[attr-defined]
+    ]
+    for param in hidden:
         like = torch.empty(0, dtype=param.dtype, device=param.device)
         message = (
-            "a weight of zero.Init is partitioned until shard() ends; expected a read inside "
-            "deepspeed.zero.GatheredParameters"
+            "a weight that was partitioned at its construction cannot be read before shard() ends. "
+            "Read it inside shardcore.zero.GatheredParameters, or where it is constructed"
         )
         param.data = _C.closed(param.ds_shape, like, message)
-    return params
+    return hidden
 
 
 def hide(params: Iterable[nn.Parameter]) -> None:
@@ -395,9 +402,9 @@ def checked_pieces(comm: Comm, model: Any) -> list[nn.Parameter]:
             )
         if param._shardcore_ranks != comm.world_size:
             raise ValueError(
-                f"shard: zero.Init partitioned the weights over {param._shardcore_ranks} ranks, "
-                f"and shard() got {comm.world_size}. Pass process_group=None, or build the model "
-                "without zero.Init"
+                "shard: the weights were partitioned at their construction over "
+                f"{param._shardcore_ranks} ranks, and shard() got {comm.world_size}. Pass "
+                'process_group=None, or build the model under torch.device("meta")'
             )
     return params
 

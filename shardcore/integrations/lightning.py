@@ -16,10 +16,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from shardcore.api import no_sync, shard_and_log
@@ -27,9 +29,11 @@ from shardcore.checkpoint.format import MANIFEST
 from shardcore.checkpoint.load import load
 from shardcore.checkpoint.plain import to_json
 from shardcore.checkpoint.save import save
+from shardcore.deepspeed.zero_init import init_with_shapes
 from shardcore.engine.engine import engine_behind
 from shardcore.engine.hooks import detach
 from shardcore.engine.loss_scale import LossScale
+from shardcore.engine.pieces import has_piece
 from shardcore.optim.clip import clip_grad_norm_
 from shardcore.optim.interface import engine_of
 from shardcore.options import GROUPS, OPTIONS, did_you_mean
@@ -264,6 +268,22 @@ class _Sharding(_Base):
             options.pop("loss_scale", None)
         return shard_and_log(model, optimizer, **options)[1]
 
+    def _is_filled_later(self, empty_init: bool | None) -> bool:
+        """Whether `shard` is to give modules their values, or slices of them."""
+        options = map(self._shard_options.get, ("materialize", "model_parallel_group"))
+        return bool(empty_init) or any(option is not None for option in options)
+
+    def _device_context(self, empty_init: bool | None) -> AbstractContextManager[Any]:
+        """Make modules on the meta device if `shard` is to give them values; else in memory."""
+        return torch.device("meta") if self._is_filled_later(empty_init) else nullcontext()
+
+    def _partitioning(self, empty_init: bool | None) -> AbstractContextManager[None]:
+        """Partition weights of stage 3 as they are made, if they get values there. Collective."""
+        over_ranks = dist.is_initialized() and dist.get_world_size() > 1
+        if self._shard_options["stage"] < 3 or not over_ranks or self._is_filled_later(empty_init):
+            return nullcontext()
+        return in_parts()
+
     @property
     def _adds_locally(self) -> bool:
         """Whether micro-steps are added on each rank and reduced once, as shard's sync_each says
@@ -288,6 +308,17 @@ class _Sharding(_Base):
                 "save_distributed_checkpoint=False"
             )
         return Path(folder)
+
+
+@contextmanager
+def in_parts() -> Iterator[None]:
+    """Partition weights as they are made; from_pretrained reads files into the parts.
+    Collective.
+    """
+    has_transformers = find_spec("transformers") is not None
+    zero3: Any = import_module("shardcore.integrations.zero3") if has_transformers else None
+    with nullcontext() if zero3 is None else zero3.from_pretrained_in_pieces(), init_with_shapes():
+        yield
 
 
 _DDPS = (
@@ -418,12 +449,16 @@ class _TrainerStrategy(_Sharding):
 
     @contextmanager
     def tensor_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
-        """Make modules on the meta device (configure_model, Trainer.init_module), from which
-        `shard` fills its memory.
-
-        empty_init: False to make them in host memory.
+        """Make modules in host memory; on the meta device if empty_init is True, or the option
+        materialize is given: `shard` then gives the values.
         """
-        with nullcontext() if empty_init is False else torch.device("meta"):
+        with self._device_context(empty_init):
+            yield
+
+    @contextmanager
+    def model_sharded_context(self) -> Iterator[None]:
+        """Partition the weights of configure_model at stage 3 as they are made. Collective."""
+        with self._partitioning(empty_init=None):
             yield
 
     # --- steps ------------------------------------------------------------------------------------
@@ -563,15 +598,19 @@ class _FabricStrategy(_Sharding):
     def precision(self, plugin: Any) -> None:
         self._precision = self._shardcore_plugin(plugin)
 
-    def module_init_context(self, empty_init: bool | None = None) -> AbstractContextManager[Any]:
-        """Make modules on the meta device, from which `shard` fills its memory; in host memory
-        if empty_init is False.
+    @contextmanager
+    def module_init_context(self, empty_init: bool | None = None) -> Iterator[None]:
+        """Partition weights at stage 3 as modules are made; at other stages make them in host
+        memory. On the meta device if empty_init is True, or the option materialize is given:
+        `shard` then gives the values. Collective.
         """
-        return nullcontext() if empty_init is False else torch.device("meta")
+        with self._device_context(empty_init), self._partitioning(empty_init):
+            yield
 
     def module_to_device(self, module: nn.Module) -> None:
-        """Move a module that is not on the meta device to the rank's."""
-        if engine_of(module) is None and not any(tensor.is_meta for tensor in module.parameters()):
+        """Move a module to the rank's device, unless `shard` is to."""
+        waits = any(param.is_meta or has_piece(param) for param in module.parameters())
+        if engine_of(module) is None and not waits:
             module.to(self.root_device)
 
     def setup_module_and_optimizers(

@@ -257,7 +257,7 @@ class ShardcoreTrainerMixin(_Base):
         sharded.
         """
         self._end_zero3_loading()
-        partitioned = show(self.model)  # optimizers may read shapes
+        partitioned = show(partitioned_params(self.model))  # optimizers may read shapes
         try:
             if self._engine is None and self._config is not None:
                 self._apply_config()

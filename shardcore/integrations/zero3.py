@@ -10,7 +10,9 @@ Tested with transformers 5.24.
 
 import sys
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import wraps
 from types import ModuleType
 from typing import Any
 
@@ -57,6 +59,31 @@ def _take_deepspeed() -> dict[str, ModuleType]:
     """Remove the modules of `deepspeed` from sys.modules, and return them."""
     names = [name for name in sys.modules if name.partition(".")[0] == "deepspeed"]
     return {name: sys.modules.pop(name) for name in names}
+
+
+@contextmanager
+def from_pretrained_in_pieces() -> Iterator[None]:
+    """Inside zero.Init, let from_pretrained read files into pieces.
+
+    Only from_pretrained is told of ZeRO 3: the branches that transformers has for it elsewhere draw
+    other random numbers, and zero.Init needs none of them.
+    """
+    kind: Any = transformers.modeling_utils.PreTrainedModel
+    plain = vars(kind)["from_pretrained"]
+
+    @wraps(plain.__func__)
+    def read(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        loading = Zero3Loading({"zero_optimization": {"stage": 3}})
+        try:
+            return plain.__func__(cls, *args, **kwargs)
+        finally:
+            del loading  # a traceback would hold it
+
+    kind.from_pretrained = classmethod(read)
+    try:
+        yield
+    finally:
+        kind.from_pretrained = plain
 
 
 def _leave() -> None:

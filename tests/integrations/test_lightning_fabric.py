@@ -12,7 +12,6 @@ pytest.importorskip("pytorch_lightning", reason="the other package needs pytorch
 import torch
 from torch import nn
 
-import shardcore
 from tests.support.lightning import (
     PACKAGES,
     Made,
@@ -51,9 +50,8 @@ def hash_of_fabric(model: Any, optimizer: Any) -> str:
 
 
 def set_up(fabric: Any, kind: Any = Plain) -> Any:
-    with fabric.init_module(empty_init=None if kind is Made else False):
+    with fabric.init_module():
         model = kind()
-    assert next(model.parameters()).is_meta == (kind is Made)
     return fabric.setup(model, adamw(model.parameters()))
 
 
@@ -131,17 +129,3 @@ def test_fabric_accumulates_and_refuses():
         assert "expected fabric.setup(model, optimizer)" in errors["alone"]
         assert "got 2 optimizers; expected one" in errors["two"]
         assert dtypes == {"torch.bfloat16"}
-
-
-def _made(rank: int, world_size: int) -> tuple[str, str]:
-    fabric = fabric_of(rank, world_size, "shardcore_stage_3")
-    torch.manual_seed(7)
-    made = hash_of_fabric(*set_up(fabric, Made))
-    torch.manual_seed(7)
-    model = Made()
-    return made, hash_of_training(*shardcore.shard(model, adamw(model.parameters()), 3))
-
-
-def test_init_module_makes_the_bits_of_building_with_the_same_seed() -> None:
-    for made, expected in run_ranks(2, _made):
-        assert made == expected

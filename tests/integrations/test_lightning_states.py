@@ -1,6 +1,4 @@
-"""Checkpoints, resumed runs, evaluation and models on the meta device, with real Trainers over
-gloo ranks.
-"""
+"""Checkpoints, resumed runs and evaluation, with real Trainers over gloo ranks."""
 
 from pathlib import Path
 from typing import Any
@@ -13,17 +11,13 @@ import torch
 from torch import nn
 
 import shardcore
-from shardcore.optim.interface import engine_of
-from tests.support.huggingface import message_of, tiny_gpt2
 from tests.support.lightning import (
     EVERYWHERE,
     PACKAGES,
     STEPS,
-    Made,
     Plain,
     adamw,
     batches_of,
-    fabric_of,
     fit,
     hash_of_fit,
     loader,
@@ -32,9 +26,8 @@ from tests.support.lightning import (
     plain_loop,
     trainer_of,
 )
-from tests.support.models import Block, hash_of_training
+from tests.support.models import hash_of_training
 from tests.support.ranks import run_ranks
-from tests.support.torch_memory import Memory, recorded_memory
 
 pytestmark = pytest.mark.more
 
@@ -166,122 +159,3 @@ def _evaluates(rank: int, world_size: int, folder: str) -> Any:
 
 def test_evaluates_and_fits_again(tmp_path):
     assert run_ranks(2, _evaluates, str(tmp_path)) == [True, True]
-
-
-# --- models on the meta device --------------------------------------------------------------------
-
-
-def _configures(rank: int, world_size: int) -> Any:
-    seen = []
-
-    def configure_model(self: Any) -> None:
-        if self.net is None:
-            self.net = Made()
-            seen.append({param.device.type for param in self.net.parameters()})
-
-    module = module_of(configure_model=configure_model)
-    module.net = None
-    torch.manual_seed(7)
-    own = hash_of_fit(fit(rank, world_size, "shardcore_stage_3_offload", module))
-    trainer = trainer_of(rank, world_size, "shardcore_stage_3_offload")
-    with trainer.init_module():
-        assert nn.Linear(2, 2).weight.is_meta
-    with trainer.init_module(empty_init=False):
-        assert not nn.Linear(2, 2).weight.is_meta
-    model = Plain()
-    torch.manual_seed(7)
-    model.net = Made()
-    model, optimizer = shardcore.shard(model, adamw(model.parameters()), 2)
-    for batch in batches_of(rank, world_size):
-        model.loss(batch).backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    return seen, own, hash_of_training(model, optimizer)
-
-
-def test_configure_model_builds_on_the_meta_device():
-    for seen, own, expected in run_ranks(2, _configures):
-        assert seen == [{"meta"}]
-        assert own == expected
-
-
-def configured(build: Any) -> Any:
-    """A module that configure_model makes."""
-
-    def configure_model(self: Any) -> None:
-        if self.net is None:
-            self.net = build()
-
-    module = module_of(configure_model=configure_model)
-    module.net = None
-    return module
-
-
-def _pretrained(rank: int, world_size: int, folder: str) -> Any:
-    module = configured(tiny_gpt2)
-    strategy = ours.ShardcoreStrategy(3, materialize=folder)
-    module.loss = lambda batch: module.net(batch[0].abs().long()).logits.square().mean()
-    trainer = trainer_of(rank, world_size, strategy, limit_val_batches=1)
-    trainer.validate(module, loader(rank, world_size), verbose=False)
-    assert engine_of(module) is not None
-    state = module.state_dict()
-    expected = tiny_gpt2(3).state_dict()
-    refused = message_of(rank, world_size, _loads_at_once, folder)
-    return all(torch.equal(state[f"net.{key}"], value) for key, value in expected.items()), refused
-
-
-def _loads_at_once(rank: int, world_size: int, folder: str) -> None:
-    from transformers import GPT2LMHeadModel
-
-    trainer = trainer_of(rank, world_size, "shardcore_stage_3")
-    trainer.validate(
-        configured(lambda: GPT2LMHeadModel.from_pretrained(folder)), loader(rank, world_size)
-    )
-
-
-def test_a_folder_is_read_into_the_transformers_model_of_configure_model(tmp_path):
-    tiny_gpt2(3).save_pretrained(tmp_path)
-    for equal, refused in run_ranks(2, _pretrained, str(tmp_path)):
-        assert equal
-        assert "RuntimeError: You are using `from_pretrained` with a meta device context" in refused
-
-
-class Tower(nn.Module):
-    """Twelve units of the same size."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Block(96, 400) for _ in range(12)])
-
-
-def _memory_of_trainer(rank: int, world_size: int, at_once: bool) -> Memory:
-    def build_at_once() -> nn.Module:
-        with torch.device("cpu"):
-            return Tower()
-
-    module = configured(build_at_once if at_once else Tower)
-    with recorded_memory() as memory:
-        fit(rank, world_size, "shardcore_stage_3", module, limit_train_batches=0)
-    return memory
-
-
-def _memory_of_fabric(rank: int, world_size: int, at_once: bool) -> Memory:
-    fabric = fabric_of(rank, world_size, "shardcore_stage_3")
-    with recorded_memory() as memory:
-        with fabric.init_module(empty_init=False if at_once else None):
-            model = Tower()
-        fabric.setup(model, adamw(model.parameters()))
-    return memory
-
-
-@pytest.mark.parametrize("memory_of", [_memory_of_trainer, _memory_of_fabric])
-def test_the_peak_of_a_module_made_in_the_strategys_context_is_one_unit_above_the_shards(
-    memory_of: Any,
-) -> None:
-    unit, *more = (4 * sum(p.numel() for p in block.parameters()) for block in Tower().blocks)
-    whole = unit + sum(more)
-    for memory in run_ranks(2, memory_of, False):
-        assert 0 < memory.peak - memory.kept <= unit < whole / 10
-        assert memory.kept > whole, "half of weights and states"
-    for memory in run_ranks(2, memory_of, True):
-        assert memory.peak - memory.kept >= whole, "a module that is made whole is seen"

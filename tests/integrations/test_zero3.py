@@ -26,6 +26,7 @@ from shardcore.integrations.transformers import (  # noqa: E402
 )
 from tests.support.huggingface import (  # noqa: E402
     LORA,
+    forget_deepspeed,
     hash_of_state,
     launched,
     rows,
@@ -64,12 +65,6 @@ def arguments(out: str, deepspeed: Any = None, kind: Any = ShardcoreTrainingArgu
         learning_rate=1e-2,
         deepspeed=deepspeed,
     )
-
-
-def forget_deepspeed() -> None:
-    """Forget an installed DeepSpeed that another test's libraries have imported in this process."""
-    for name in [name for name in sys.modules if name.partition(".")[0] == "deepspeed"]:
-        del sys.modules[name]
 
 
 def with_lora(model: Any) -> Any:

@@ -4,6 +4,7 @@ data made from numbers.
 
 import os
 import random
+import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -80,6 +81,12 @@ def tiny_gpt2(seed: int = 0) -> Any:
     return GPT2LMHeadModel(
         GPT2Config(**sizes, **ends, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
     )
+
+
+def forget_deepspeed() -> None:
+    """Forget an installed DeepSpeed that another test's libraries have imported in this process."""
+    for name in [name for name in sys.modules if name.partition(".")[0] == "deepspeed"]:
+        del sys.modules[name]
 
 
 def rows(count: int, seed: int = 1) -> list[dict[str, torch.Tensor]]:

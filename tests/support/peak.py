@@ -1,5 +1,7 @@
 """The most anonymous memory that a process has, measured while code runs."""
 
+import ctypes
+import gc
 import threading
 from pathlib import Path
 
@@ -12,6 +14,10 @@ class Peak:
     """
 
     def __enter__(self) -> "Peak":
+        gc.collect()  # else memory of earlier models comes back in between
+        trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+        if trim is not None:
+            trim(0)
         self._first = self.most = self._now()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._watch)
