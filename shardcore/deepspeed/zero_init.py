@@ -18,7 +18,6 @@ import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
-from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -95,7 +94,7 @@ class _Construction(TorchFunctionMode):
         self.comm = Comm()
         self.whole: dict[nn.Parameter, int] = {}
         self.names: dict[nn.Parameter, str] = {}  # of full ones, with the class of their module
-        self._watched: WeakSet[nn.Module] = WeakSet()
+        self._watched: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self.made: dict[int, weakref.ref[nn.Parameter]] = {}  # by id
         self._freed = FreedMemory()
         self.broken = False  # ranks disagreed: another collective could hang
