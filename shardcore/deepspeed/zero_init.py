@@ -153,7 +153,7 @@ class _Construction(TorchFunctionMode):
         """Let load_state_dict of a module say that its parameters are partitioned."""
         if module not in self._watched:
             self._watched.add(module)
-            module.register_load_state_dict_pre_hook(check_load)
+            module.register_load_state_dict_pre_hook(_check_load)
 
     def add(self, params: Iterable[nn.Parameter], keep: Collection[Any]) -> None:
         """Count parameters as full, and partition the oldest but `keep` while there are too many
@@ -319,6 +319,11 @@ def init_with_shapes() -> Iterator[None]:
         made = _constructions[0].made
         yield
     show(param for ref in made.values() if (param := ref()) is not None)
+
+
+def _check_load(*arguments: Any) -> None:
+    if not _constructions:  # inside Init a load gathers what it writes to
+        check_load(*arguments)
 
 
 def _partition_module(module: nn.Module) -> None:

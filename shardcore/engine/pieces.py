@@ -374,11 +374,7 @@ def show(params: Iterable[nn.Parameter]) -> list[nn.Parameter]:
     ]
     for param in hidden:
         like = torch.empty(0, dtype=param.dtype, device=param.device)
-        message = (
-            "a weight that was partitioned at its construction cannot be read before shard() ends. "
-            "Read it inside shardcore.zero.GatheredParameters, or where it is constructed"
-        )
-        param.data = _C.closed(param.ds_shape, like, message)
+        param.data = _C.closed(param.ds_shape, like, _MESSAGE)
     return hidden
 
 
