@@ -201,6 +201,60 @@ def test_an_evaluation_leaves_weights_in_their_shards() -> None:
         assert "0.up.weight is no longer stored in shardcore's memory" in message
 
 
+def rounding(weight: Any, state: Any) -> Any:
+    """Round scales to bfloat16, as bitsandbytes' packing for evaluations does."""
+    state.absmax = state.absmax.bfloat16().float()
+    return weight.clone(), state
+
+
+def trained_and_evaluated(rank: int, world_size: int, stage: int | None, form: str) -> Any:
+    """Return losses of steps and outputs of the evaluations after them, on a CPU that would pack.
+
+    stage: None trains on the samples of two ranks, unsharded. form: the kind of layers; "floats":
+    of ordinary layers with the dequantized weights.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("bitsandbytes.nn.modules.has_avx512bf16", lambda: True)
+        patch.setattr("bitsandbytes.nn.modules._convert_weight_packed_for_cpu", rounding)
+        model: Any = made(kind="nf4")
+        if form == "floats":
+            for block in model:
+                for name in ("up", "down"):
+                    floats = nn.Parameter(quantized.dequantized(getattr(block, name).weight), False)
+                    linear = nn.Linear(*reversed(floats.shape), bias=False, device="meta")
+                    linear.weight = floats
+                    setattr(block, name, linear)
+        optimizer: Any = shardcore.FusedAdam(
+            [param for param in model.parameters() if param.requires_grad], lr=0.01
+        )
+        if stage is not None:
+            model, optimizer = shardcore.shard(model, optimizer, stage=stage)
+        losses, outputs = [], []
+        ranks = [rank] if stage is not None else [0, 1]
+        for number in range(3):
+            for each in ranks:
+                loss = model.train()(inputs(each, number)).square().mean()
+                (loss / len(ranks)).backward()
+                losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                outputs.append(model.eval()(inputs(0, 9)))
+    return losses, torch.stack(outputs)
+
+
+def test_evaluations_and_the_steps_after_them_have_the_bits_of_the_dequantized_base() -> None:
+    [(losses, outputs)] = run_ranks(1, trained_and_evaluated, None, "floats")
+    [(packed_losses, packed_outputs)] = run_ranks(1, trained_and_evaluated, None, "nf4")
+    assert packed_losses[2:] != losses[2:], "the test sees a packing that stays after evaluations"
+    assert not torch.equal(packed_outputs, outputs)
+    for stage in (0, 3):
+        first, second = run_ranks(2, trained_and_evaluated, stage, "nf4")
+        assert [loss for pair in zip(first[0], second[0], strict=True) for loss in pair] == losses
+        assert torch.equal(first[1], outputs)
+        assert torch.equal(second[1], outputs)
+
+
 def test_a_weight_in_the_packing_of_an_evaluation_is_refused() -> None:
     model = made()
     model[1].down.weight.quant_state.packing_format_for_cpu = True
