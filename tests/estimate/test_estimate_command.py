@@ -290,7 +290,6 @@ def test_dtypes_have_the_names_that_shard_accepts(capsys: pytest.CaptureFixture[
         assert f"\n{short} weights, " in capsys.readouterr().out
 
 
-@pytest.mark.cases(13)
 def kept_weight_bytes() -> int:
     """Return the bytes of weights that a rank of 8 keeps of a 70B model in 4 bits with adapters."""
     with torch.device("meta"):

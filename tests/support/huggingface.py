@@ -126,7 +126,11 @@ def save_tiny_llama(folder: Any, dtype: torch.dtype = torch.float32) -> None:
     LlamaForCausalLM(config).to(dtype).save_pretrained(folder)
 
 
-def qlora_of(folder: Any, dtype: torch.dtype = torch.float32) -> Any:
+def qlora_of(
+    folder: Any,
+    dtype: torch.dtype = torch.float32,
+    targets: str | tuple[str, ...] = ("q_proj", "down_proj"),
+) -> Any:
     """Return the model of `save_tiny_llama` in bitsandbytes' NF4 with double quantization, under
     LoRA, in training mode.
     """
@@ -141,8 +145,9 @@ def qlora_of(folder: Any, dtype: torch.dtype = torch.float32) -> Any:
     )
     base = AutoModelForCausalLM.from_pretrained(folder, quantization_config=four_bits, dtype=dtype)
     torch.manual_seed(0)
+    modules = targets if isinstance(targets, str) else [*targets]
     lora = peft.LoraConfig(
-        r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM"
+        r=4, target_modules=modules, init_lora_weights=False, task_type="CAUSAL_LM"
     )
     return peft.get_peft_model(base, lora).train()
 
