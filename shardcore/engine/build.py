@@ -216,8 +216,8 @@ def _refuse_own_gathers(name: str, param: nn.Parameter, is_float8: bool) -> None
     kind = type(held)
     raise ValueError(
         f"shard: {name} is a {kind.__module__}.{kind.__qualname__}, which shardcore does not "
-        "gather; expected an ordinary parameter, or one of torchao.float8's "
-        "convert_to_float8_training"
+        "gather. Use an ordinary parameter, one of torchao.float8's convert_to_float8_training, "
+        f"{SUPPORTED}"
     )
 
 

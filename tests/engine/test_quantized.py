@@ -12,6 +12,7 @@ from torch import nn
 
 bnb = pytest.importorskip("bitsandbytes", reason="tests with bitsandbytes")
 ao = pytest.importorskip("torchao.quantization", reason="tests with torchao")
+nf4_tensor = pytest.importorskip("torchao.quantization.quantize_.workflows.nf4.nf4_tensor")
 
 
 import shardcore  # noqa: E402
@@ -347,21 +348,71 @@ def test_ranks_with_other_kinds_of_4_bits_are_refused() -> None:
 
 def test_8_bits_at_stage_3_are_refused() -> None:
     model = made()
-    model[0].up.weight.SCB = None  # as bitsandbytes' Int8Params have
-    with pytest.raises(ValueError, match=r"0\.up\.weight is quantized to 8 bits"):
+    model[0].up = bnb.nn.Linear8bitLt(WIDTH, HIDDEN, has_fp16_weights=False).to("cpu")
+    with pytest.raises(ValueError, match=r"0\.up\.weight is quantized to 8 bits.*load_in_4bit"):
         shardcore.shard(model, None, stage=3)
 
 
-def test_other_quantized_tensors_are_refused_by_library() -> None:
-    codes, scales = torch.zeros(64, 32, dtype=torch.uint8), torch.ones(2, 64)
-    weight = ao.Int4Tensor(codes, scales, scales, [1, 32], torch.Size([64, 64]))
-    model = nn.Sequential(nn.Linear(64, 64, bias=False))
+def with_weight(weight: torch.Tensor) -> Any:
+    model: Any = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 4))
     model[0].weight = nn.Parameter(weight, requires_grad=False)
-    with pytest.raises(ValueError, match=r"0\.weight is a Int4Tensor of torchao.*4-bit weights"):
-        shardcore.shard(model, None, stage=3)
+    return model
+
+
+def nf4() -> torch.Tensor:
+    return nf4_tensor.to_nf4(torch.randn(64, 64), 64, 1)  # type: ignore[no-any-return]
+
+
+def int4() -> torch.Tensor:
+    codes, scales = torch.zeros(64, 32, dtype=torch.uint8), torch.ones(2, 64)
+    return ao.Int4Tensor(codes, scales, scales, [1, 32], torch.Size([64, 64]))  # type: ignore[no-any-return]
+
+
+def int8_with_activations() -> torch.Tensor:
     model = nn.Sequential(nn.Linear(64, 64))
     ao.quantize_(model, ao.Int8DynamicActivationInt8WeightConfig())
-    with pytest.raises(ValueError, match=r"0\.weight is a Int8Tensor of torchao"):
+    return model[0].weight  # type: ignore[return-value]
+
+
+def float8() -> torch.Tensor:
+    model = nn.Sequential(nn.Linear(64, 64))
+    ao.quantize_(model, ao.Float8WeightOnlyConfig())
+    return model[0].weight  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(
+    "weight, named",
+    [
+        (nf4, r"torchao\.\S*\.NF4Tensor, which shardcore does not gather"),
+        (int4, "Int4Tensor of torchao"),
+        (int8_with_activations, "Int8Tensor of torchao"),
+        (float8, "Float8Tensor of torchao"),
+    ],
+)
+def test_other_quantized_tensors_are_refused_by_library(
+    weight: Any, named: str, stage: int
+) -> None:
+    model = with_weight(weight())
+    optimizer = shardcore.FusedAdam(model[1].parameters())
+    with pytest.raises(ValueError, match=rf"0\.weight is a {named}.*4-bit weights"):
+        shardcore.shard(model, optimizer, stage=stage)
+
+
+@pytest.mark.parametrize(
+    "method, kind",
+    [
+        ("int8_weight_only_quantized_training", "Int8QuantizedTrainingLinearWeight"),
+        ("int8_mixed_precision_training", "Int8MixedPrecisionTrainingLinearWeight"),
+    ],
+)
+def test_int8_training_weights_are_refused_by_name(method: str, kind: str) -> None:
+    training = pytest.importorskip("torchao.prototype.quantized_training")
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 4))
+    ao.quantize_(model, getattr(training, method)())
+    with pytest.raises(TypeError, match=rf"params\[0\] is of type {kind}"):
+        shardcore.FusedAdam(model.parameters())
+    with pytest.raises(ValueError, match=rf"0\.weight is a \S*{kind}, which.*4-bit weights"):
         shardcore.shard(model, None, stage=3)
 
 
