@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from itertools import groupby, zip_longest
 from math import prod
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import nn
@@ -46,7 +46,7 @@ from shardcore.checkpoint.source import Source
 from shardcore.engine.agreement import together
 from shardcore.engine.bucket import Bucket
 from shardcore.engine.engine import Engine, engine_behind
-from shardcore.engine.quantized import shape_and_dtype
+from shardcore.engine.quantized import SCALES, named_means, parts_of, shape_and_dtype, tables_of
 from shardcore.engine.slices import held_by, slice_of
 from shardcore.offload.disk import file_engine
 from shardcore.optim.group_options import PARAM_DTYPES
@@ -91,6 +91,8 @@ def consolidate(
     Raises:
         OSError, ValueError: For files that cannot be read or written, or are damaged, with the
             file. On the other ranks RuntimeError.
+        ValueError: For a checkpoint with weights in 4 bits; of a model they are written with their
+            tables.
         ValueError, NotImplementedError: If merge_adapters is True for another source than a sharded
             model of PEFT, or for other adapters than plain LoRA.
     """
@@ -157,7 +159,16 @@ def _cast_to(dtype: torch.dtype, floating: torch.dtype | None) -> torch.dtype:
 
 
 def of_source(source: Source, dtype: torch.dtype | None) -> Tensors:
-    """Return what a checkpoint has by name, tied weights once, in `dtype`."""
+    """Return what a checkpoint has by name, tied weights once, in `dtype`. ValueError for weights
+    in 4 bits: it has no tables of theirs.
+    """
+    for name in source.shapes:
+        weight, _, end = name.rpartition(".")
+        if end in SCALES and weight in source.shapes:
+            raise ValueError(
+                f"consolidate: {weight} is in 4 bits, and the checkpoint has no tables to read it "
+                "by. Load the checkpoint into the model, and pass the model in its place"
+            )
     return {
         name: _on_meta(shape, _cast_to(source.read(name, "weight", 0, 0).dtype, dtype))
         for name, shape in source.shapes.items()
@@ -349,28 +360,60 @@ def write_model(
     op: str, engine: Engine, output: Path, tensors: Tensors, max_shard_bytes: int
 ) -> list[Path]:
     """Write `tensors` of a sharded model: see `consolidate`. Collective."""
-    parts = [Part([name], [name]) for name in tensors]
-    return write_files(
-        op, engine, layout_of(tensors, output, max_shard_bytes), tensors, parts, tensors
-    )
+    plan = plan_of(engine, tensors, [Part([name], [name]) for name in tensors], tensors)
+    return write_files(op, engine, layout_of(plan.targets, output, max_shard_bytes), plan)
+
+
+class Plan(NamedTuple):
+    """What is read of the model, in which dtypes; what is in files; and how the one becomes the
+    other.
+    """
+
+    sources: Tensors
+    parts: Sequence[Part]
+    targets: Tensors
+
+
+def plan_of(engine: Engine, sources: Tensors, parts: Sequence[Part], targets: Tensors) -> Plan:
+    """Return a plan of these, and of the scales and tables by which other libraries read the 4-bit
+    weights in them.
+    """
+    names, all_parts = names_of(engine), list[Part]()
+    param_of = {name: param for param, name in names.items()}
+    all_sources, all_targets = dict(sources), dict(targets)
+    for part in parts:
+        param, tables = param_of.get(part.sources[0]), dict[str, torch.Tensor]()
+        if part.make is None and param is not None:
+            tables = {f"{part.targets[0]}.{end}": t for end, t in tables_of(param).items()}
+        all_parts.append(_with_tables(part, tables) if tables else part)
+        all_targets |= {name: _on_meta(t.shape, t.dtype) for name, t in tables.items()}
+        for end, scales in parts_of(param) if tables and param is not None else ():
+            if names[scales] not in sources:
+                target = f"{part.targets[0]}.{end}"
+                all_parts.append(Part([names[scales]], [target]))
+                all_sources[names[scales]] = _on_meta(scales.shape, scales.dtype)
+                all_targets[target] = _on_meta(scales.shape, scales.dtype)
+    return Plan(all_sources, all_parts, all_targets)
+
+
+def _with_tables(part: Part, tables: Tensors) -> Part:
+    (source,), (target,) = part.sources, part.targets
+    return Part([source], [target, *tables], lambda of: {target: of[source], **tables})
 
 
 def write_files(
     op: str,
     engine: Engine,
     layout: Layout,
-    sources: Tensors,
-    parts: Sequence[Part],
-    targets: Tensors,
+    plan: Plan,
     before_renames: Callable[[], object] | None = None,
     merged: Mapping[str, Merged] | None = None,
 ) -> list[Path]:
     """Write the files of `layout` from a sharded model, by all ranks: Note [Ranks]. Returns their
     paths. Collective.
 
-    op: the call, for errors. sources: tensors of the model by name, in the dtypes in which they are
-    read. targets: tensors in the files. before_renames: rank 0 calls it when all files are
-    complete. merged: tensors that the sources are made of, if they are not the model's own.
+    op: the call, for errors. before_renames: rank 0 calls it when all files are complete. merged:
+    tensors that the sources are made of, if they are not the model's own.
     """
     engine.read_all("state_dict", "the model")
     ranks = engine.everyone
@@ -386,7 +429,7 @@ def write_files(
         writers = [rank for rank, sees in enumerate(sees_folder) if sees]
         writer_of = {file: writers[i % len(writers)] for i, file in enumerate(layout.files)}
         with together(ranks, op, _UNCHANGED), _naming(op, layout.folder):
-            _stream(engine, layout, sources, parts, targets, writer_of, ending, merged)
+            _stream(engine, layout, plan, writer_of, ending, merged)
         with together(ranks, op, "the directory may lack files"), _naming(op, layout.folder):
             if ranks.rank == 0:
                 if before_renames is not None:
@@ -417,15 +460,14 @@ def _naming(op: str, folder: Path) -> Iterator[None]:
 def _stream(
     engine: Engine,
     layout: Layout,
-    sources: Tensors,
-    parts: Sequence[Part],
-    targets: Tensors,
+    plan: Plan,
     writer_of: Mapping[str, int],
     ending: str,
     merged: Mapping[str, Merged] | None,
 ) -> None:
     """Gather all values, and write the files of this rank. writer_of: the rank of each file."""
     own_rank = engine.everyone.rank
+    sources, parts, targets = plan
     part_of = {name: part for part in parts for name in part.sources}
     rank_of = {name: writer_of[file] for file, names in layout.files.items() for name in names}
     writers_of = {part: {rank_of[name] for name in part.targets} for part in parts}
@@ -577,7 +619,8 @@ def _write_merged(
         if layout.single is not None:  # the folder is of this model alone
             save_configs(engine, merged, layout.folder, floating)
 
-    return write_files("consolidate", engine, layout, tensors, parts, tensors, save_rest, merged)
+    plan = Plan(tensors, parts, tensors)  # with 4-bit weights as floats
+    return write_files("consolidate", engine, layout, plan, save_rest, merged)
 
 
 def on_first_rank(
@@ -602,8 +645,9 @@ def of_engine(engine: Engine, dtype: torch.dtype | None) -> Tensors:
     """Return what a sharded model has by name, tied weights once: in `dtype`; None: masters are
     float32.
     """
+    parts = {part for param in engine.model.parameters() for _, part in parts_of(param)}
     return {
-        name: _on_meta(t.shape, _cast_to(_dtype_of(engine, t), dtype))
+        name: _on_meta(t.shape, _cast_to(_dtype_of(engine, t), None if t in parts else dtype))
         for name, t in in_order(engine).items()
     }
 
@@ -629,11 +673,12 @@ def state_dict_of(
     name_of = {tensor: name for name, tensor in in_order(engine).items()}
     model = engine.model
     named = {**dict(named_parameters(model, remove_duplicate=False)), **dict(named_buffers(model))}
-    return {
-        name: of_name[name_of[tensor]]
-        for name, tensor in named.items()
-        if name_of[tensor] in of_name
-    }
+    state = {}
+    for name, tensor in named.items():
+        if (first := name_of.get(tensor)) in of_name:
+            state[name] = of_name[first]
+            state |= {f"{name}.{end}": table for end, table in tables_of(tensor).items()}
+    return state
 
 
 def whole_state_dict(engine: Engine, exclude_frozen: bool = False) -> dict[str, torch.Tensor]:
@@ -654,12 +699,14 @@ def whole_state_dict(engine: Engine, exclude_frozen: bool = False) -> dict[str, 
 
 def in_order(engine: Engine) -> dict[str, torch.Tensor]:
     """Return parameters and buffers in the order in which they are gathered: bucket by bucket,
-    then what is in none.
+    then what is in none. Means of scales are left out: they are in `tables_of` the weight.
     """
     names = names_of(engine)
     sharded = {names[param]: param for param in engine.managed if param in names}
     rest = {name: param for param, name in names.items() if param not in engine.managed}
-    return {**sharded, **rest, **buffers_of(engine.model)}
+    means = {mean for _, mean in named_means(engine.model)}
+    buffers = {name: b for name, b in buffers_of(engine.model).items() if b not in means}
+    return {**sharded, **rest, **buffers}
 
 
 def _dtype_of(engine: Engine, tensor: torch.Tensor) -> torch.dtype:

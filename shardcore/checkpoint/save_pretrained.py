@@ -19,10 +19,12 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from types import SimpleNamespace
+from typing import Any, TypeAlias
 
 import torch
 from torch import nn
@@ -30,11 +32,13 @@ from torch import nn
 from shardcore.checkpoint.consolidate import (
     Layout,
     Part,
+    Plan,
     Tensors,
     as_trained,
     in_order,
     of_engine,
     on_first_rank,
+    plan_of,
     state_dict_of,
     write_files,
 )
@@ -211,10 +215,17 @@ def can_stream(model: nn.Module) -> bool:
         and hasattr(modeling, "revert_weight_conversion")
         and type(model).save_pretrained is kind.save_pretrained
         and type(model).state_dict is nn.Module.state_dict
-        and getattr(model, "hf_quantizer", None) is None
+        and _streams_quantized(model)
         and not getattr(model, "_hf_peft_config_loaded", False)
         and not with_extra_state(model)
     )
+
+
+def _streams_quantized(model: Any) -> bool:
+    """Whether the model is in bitsandbytes' 4 bits, or not quantized."""
+    quantizer = getattr(model, "hf_quantizer", None)
+    config = getattr(quantizer, "quantization_config", None)
+    return quantizer is None or getattr(config, "load_in_4bit", False) is True
 
 
 def _streams(engine: Engine, given: Mapping[str, Any]) -> bool:
@@ -247,9 +258,21 @@ def save_pretrained(
         layout = hub_layout(
             plan.targets, folder, max_shard_size, variant, total_parameters=model.num_parameters()
         )
-    return write_files(
-        "save_pretrained", engine, layout, plan.sources, plan.parts, plan.targets, save_rest
-    )
+    with _keeps_state_dict(model):
+        return write_files("save_pretrained", engine, layout, plan, save_rest)
+
+
+@contextmanager
+def _keeps_state_dict(model: Any) -> Iterator[None]:
+    """Let save_pretrained of a quantized model use the state dict that it is given: transformers
+    asks the quantizer for another, and without one gathers the model's.
+    """
+    quantizer: Any = getattr(model, "hf_quantizer", None) or SimpleNamespace()
+    quantizer.get_state_dict_and_metadata = lambda model: ({}, {})
+    try:
+        yield
+    finally:
+        del quantizer.get_state_dict_and_metadata
 
 
 def save_weights(engine: Engine, folder: Path, max_shard_size: int | str) -> list[Path]:
@@ -258,10 +281,9 @@ def save_weights(engine: Engine, folder: Path, max_shard_size: int | str) -> lis
     """
     with together(engine.everyone, "save_model", "nothing was written"):
         tensors = first_names(engine)
-        layout = hub_layout(tensors, folder, max_shard_size)
-    return write_files(
-        "save_model", engine, layout, tensors, [Part([n], [n]) for n in tensors], tensors
-    )
+        plan = plan_of(engine, tensors, [Part([name], [name]) for name in tensors], tensors)
+        layout = hub_layout(plan.targets, folder, max_shard_size)
+    return write_files("save_model", engine, layout, plan)
 
 
 def first_names(engine: Engine) -> Tensors:
@@ -311,15 +333,7 @@ def named_state(engine: Engine) -> dict[str, torch.Tensor]:
     return state
 
 
-class _Plan(NamedTuple):
-    """What is read of the model, what is in files, and how the one becomes the other."""
-
-    sources: Tensors
-    parts: list[Part]
-    targets: Tensors
-
-
-def _plan(engine: Engine, save_original_format: bool) -> _Plan:
+def _plan(engine: Engine, save_original_format: bool) -> Plan:
     model: Any = engine.model
     modeling: Any = import_module("transformers.modeling_utils")
     trained = as_trained(engine)
@@ -334,12 +348,12 @@ def _plan(engine: Engine, save_original_format: bool) -> _Plan:
     saved = {plain_name(key): tensor for key, tensor in state.items()}
     sources = {name: trained[name] for name in trained if name in key_of}
     if not save_original_format:
-        return _Plan(sources, [Part([name], [key_of[name]]) for name in sources], saved)
+        return plan_of(engine, sources, [Part([name], [key_of[name]]) for name in sources], saved)
     revert = partial(modeling.revert_weight_conversion, model)
     made = revert(dict(saved))
     # with memory of their own, by which Hugging Face's split counts bytes: some are views of others
     targets = {name: torch.empty_like(tensor) for name, tensor in made.items()}
-    return _Plan(sources, _parts(engine, key_of, saved, made, revert), targets)
+    return plan_of(engine, sources, _parts(engine, key_of, saved, made, revert), targets)
 
 
 def _parts(

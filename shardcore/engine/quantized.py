@@ -242,6 +242,15 @@ def statistics_of(weight: Any) -> dict[str, torch.Tensor]:
     return weight.quant_state.as_dict(packed=True)  # type: ignore[no-any-return]
 
 
+def tables_of(weight: Any) -> dict[str, torch.Tensor]:
+    """Return what files have of a 4-bit weight besides its bytes and scales, on the CPU: tables,
+    and the format with the mean of the scales. {} for another weight.
+    """
+    if getattr(weight, "quant_state", None) is None:
+        return {}
+    return {end: t.to("cpu") for end, t in statistics_of(weight).items() if end not in SCALES}
+
+
 def empty_like(
     old: Any, dtype: torch.dtype, statistics: Mapping[str, torch.Tensor], device: torch.device
 ) -> nn.Parameter:

@@ -236,6 +236,46 @@ def test_bad_files_are_refused_on_every_rank(tmp_path: Path) -> None:
         assert "model.safetensors is torn" in message
 
 
+def _exported(rank: int, world_size: int, folder: str, output: str) -> str:
+    """Export a sharded model in each way; return an error of an export from a checkpoint."""
+    model, _ = shardcore.shard(_load(folder, NF4, HALF), None, stage=3)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.nn.Module, "state_dict", None)  # nothing gathers the whole model
+        model.save_pretrained(f"{output}/saved", max_shard_size=40_000)
+        shardcore.consolidate(model, f"{output}/consolidated", max_shard_bytes=40_000)
+        shardcore.consolidate(model, f"{output}/wide", dtype=torch.float32)
+    shardcore.save(f"{output}/checkpoint", model, None)
+    return error_of(lambda: shardcore.consolidate(f"{output}/checkpoint", f"{output}/out"))
+
+
+def _tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return {n: t for file in folder.glob("*.safetensors") for n, t in load_file(file).items()}
+
+
+def test_exports_load_by_plain_from_pretrained_to_the_bit(tmp_path: Path) -> None:
+    _save(tmp_path, "Llama", HALF)
+    plain = _load(str(tmp_path), NF4, HALF)
+    plain.save_pretrained(tmp_path / "plain")
+    expected = _tensors(tmp_path / "plain")
+    for message in run_ranks(2, _exported, str(tmp_path), str(tmp_path)):
+        assert "q_proj.weight is in 4 bits, and the checkpoint has no tables" in message
+    config = (tmp_path / "plain" / "config.json").read_bytes()
+    assert (tmp_path / "saved" / "config.json").read_bytes() == config
+    (tmp_path / "consolidated" / "config.json").write_bytes(config)
+    for name in ("saved", "consolidated"):
+        found = _tensors(tmp_path / name)
+        assert len([*(tmp_path / name).glob("*.safetensors")]) > 2
+        assert hash_of_state(found) == hash_of_state(expected)
+        assert found.keys() == expected.keys()
+        state = _load(str(tmp_path / name), None, HALF).state_dict()
+        assert hash_of_state(state) == hash_of_state(plain.state_dict())
+    wide = _tensors(tmp_path / "wide")
+    floats = {name for name, tensor in expected.items() if tensor.dtype == HALF}
+    assert floats == {n for n, t in wide.items() if t.dtype != expected[n].dtype}
+    changed = {**expected, "model.layers.0.mlp.up_proj.weight.quant_map": torch.zeros(16)}
+    assert hash_of_state(changed) != hash_of_state(expected)
+
+
 BIG = {
     "vocab_size": VOCAB,
     "hidden_size": 1024,
