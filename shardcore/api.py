@@ -523,9 +523,9 @@ def _plan(
                 options, offload=_choose(comm, model, optimizer, options, figures_of_ranks)
             )
         specs = plan_units(model, options.units)
-        fp32_params = build.fp32_params_of(model, options.keep_fp32)
+        fixed_dtypes = build.fixed_dtypes_of(model, options.keep_fp32)
         builder = build.Builder(
-            comm, LIFETIMES[options.stage], options.dtype, fp32_params, device, trains
+            comm, LIFETIMES[options.stage], options.dtype, fixed_dtypes, device, trains
         )
         builder.float8 = float8_formats(model)
         build.check_norms(model, builder)

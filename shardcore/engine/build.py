@@ -25,7 +25,14 @@ from shardcore.engine.bucket import (
     allocate,
     closed_message,
 )
-from shardcore.engine.quantized import SUPPORTED, described, is_int8, parts_of, with_parts
+from shardcore.engine.quantized import (
+    SUPPORTED,
+    bias_dtypes,
+    described,
+    is_int8,
+    parts_of,
+    with_parts,
+)
 from shardcore.engine.slices import held_by, refuse_slices, slice_of
 from shardcore.engine.states import StateStore
 from shardcore.engine.units import Unit, UnitSpec
@@ -318,9 +325,9 @@ def check_ownership(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
                 )
 
 
-def fp32_params_of(model: nn.Module, keep_fp32: Sequence[Any]) -> set[nn.Parameter]:
-    """Return the parameters that `keep_fp32` (module classes, parameter names, parameters) keeps
-    in float32, and all scales.
+def fixed_dtypes_of(model: nn.Module, keep_fp32: Sequence[Any]) -> dict[nn.Parameter, torch.dtype]:
+    """Return the dtypes of parameters that have them whatever `precision` is: float32 of those in
+    `keep_fp32` (module classes, parameter names, parameters) and of scales; and `bias_dtypes`.
     """
     if isinstance(keep_fp32, str | type):
         keep_fp32 = (keep_fp32,)
@@ -330,7 +337,7 @@ def fp32_params_of(model: nn.Module, keep_fp32: Sequence[Any]) -> set[nn.Paramet
             f"parameters"
         )
     by_name = dict(model.named_parameters(remove_duplicate=False))
-    params = {scale for param in by_name.values() for _, scale in parts_of(param)}
+    params = [scale for param in by_name.values() for _, scale in parts_of(param)]
     for item in keep_fp32:
         if isinstance(item, type) and issubclass(item, nn.Module):
             matches = [
@@ -357,8 +364,8 @@ def fp32_params_of(model: nn.Module, keep_fp32: Sequence[Any]) -> set[nn.Paramet
                 f"shard: keep_fp32 has {item!r}, but it matches no parameter; expected names or "
                 "classes of the model's"
             )
-        params.update(matches)
-    return params
+        params += matches
+    return {**bias_dtypes(model), **dict.fromkeys(params, torch.float32)}
 
 
 def group_indices(optimizer: torch.optim.Optimizer) -> dict[nn.Parameter, int]:
@@ -500,19 +507,19 @@ class Builder:
         comm: Comm,
         lifetimes: Lifetimes,
         dtype: torch.dtype | None,
-        fp32_params: Collection[nn.Parameter],
+        fixed_dtypes: Mapping[nn.Parameter, torch.dtype],
         device: torch.device,
         trains: bool = True,
     ) -> None:
-        """Weights become `dtype` (None: stay as they are), those in `fp32_params` float32. Buffers
-        move to `device`.
+        """Weights become `dtype` (None: stay as they are), but for `fixed_dtypes`. Buffers move to
+        `device`.
 
         trains: if not, the model only runs forward, and every parameter is treated as frozen.
         """
         self.comm = comm
         self.lifetimes = lifetimes
         self.dtype = dtype
-        self.fp32_params = fp32_params
+        self.fixed_dtypes = fixed_dtypes
         self.device = device
         self.trains = trains
         # the weights that are cast to float8 from float32, and so are kept in float32
@@ -540,7 +547,7 @@ class Builder:
         """Return the dtype of a floating parameter's products and gradients: the one that it is to
         have, whether or not float8 weights are kept in float32.
         """
-        return torch.float32 if param in self.fp32_params else self.dtype or param.dtype
+        return self.fixed_dtypes.get(param, self.dtype or param.dtype)  # type: ignore[call-overload,no-any-return]
 
     def storage_of(self, param: torch.Tensor) -> str:
         """Return in words how a parameter is to be stored and gathered."""

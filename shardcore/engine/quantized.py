@@ -148,6 +148,20 @@ def check_model(model: nn.Module, stage: int, device: torch.device, trains: bool
             )
 
 
+def bias_dtypes(model: nn.Module) -> dict[nn.Parameter, torch.dtype]:
+    """Return the dtypes to which 4-bit layers cast their biases in their first forward: it would
+    put new memory in the place of their shards.
+    """
+    modules: Iterable[Any] = model.modules()
+    return {
+        module.bias: module.compute_dtype
+        for module in modules
+        if isinstance(getattr(module, "compute_dtype", None), torch.dtype)
+        and hasattr(getattr(module, "weight", None), "quant_state")
+        and isinstance(getattr(module, "bias", None), nn.Parameter)
+    }
+
+
 def keep_as_packed(model: nn.Module, device: torch.device) -> None:
     """Move the tables of 4-bit weights to `device`, and let layers keep the weights as they are.
 

@@ -189,8 +189,8 @@ def predict_rank(
     comm, stage, world_size = _Rank(rank, topology), options.stage, topology.world_size
     options.check(len(comm.shard_ranks), backend_sums=True)
     specs = plan_units(model, options.units)
-    fp32_params = build.fp32_params_of(model, options.keep_fp32)
-    builder = build.Builder(comm, LIFETIMES[stage], options.dtype, fp32_params, _META)
+    fixed_dtypes = build.fixed_dtypes_of(model, options.keep_fp32)
+    builder = build.Builder(comm, LIFETIMES[stage], options.dtype, fixed_dtypes, _META)
     builder.float8 = float8_formats(model)
     buckets = builder.plan(model, specs, optimizer)
     options.check_loss_scale({bucket.dtype for bucket in buckets})

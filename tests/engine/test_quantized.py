@@ -165,6 +165,54 @@ def test_stages_agree_to_the_bit_and_ranks_have_the_scales_of_rank_0(kind: str) 
     assert not torch.equal(first[scales], others[scales])
 
 
+# --- biases ----------------------------------------------------------------------------------------
+
+
+def with_biases(trains: bool) -> Any:
+    """Return 4-bit layers that compute in bfloat16, with biases in float32, as PEFT's
+    prepare_model_for_kbit_training leaves them.
+    """
+    torch.manual_seed(0)
+    options = {"compute_dtype": torch.bfloat16, "quant_type": "nf4"}
+    layers = (bnb.nn.Linear4bit(64, 64, **options) for _ in range(2))
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(64, 64), layer) for layer in layers)).to("cpu")
+    for block in model:
+        block[1].bias.requires_grad_(trains)
+    return model
+
+
+def with_biases_trained(
+    rank: int, world_size: int, stage: int | None, trains: bool, precision: str | None
+) -> Any:
+    """stage: None trains without shard()."""
+    model: Any = with_biases(trains)
+    params = [param for param in model.parameters() if param.requires_grad]
+    optimizer: Any = shardcore.FusedAdam(params, lr=0.01)
+    if stage is not None:
+        model, optimizer = shardcore.shard(model, optimizer, stage=stage, precision=precision)
+    losses = []
+    for number in range(3):
+        loss = model(inputs(0, number)[:, :64]).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def test_biases_train_in_the_dtype_that_their_4_bit_layers_cast_them_to() -> None:
+    [expected] = run_ranks(1, with_biases_trained, None, False, None)
+    for stage in (0, 3):
+        assert run_ranks(2, with_biases_trained, stage, False, None) == [expected, expected]
+    other, trained = [], []
+    for stage in (0, 3):  # bitsandbytes alone raises an error in backward
+        trained += run_ranks(2, with_biases_trained, stage, True, None)
+        other += run_ranks(2, with_biases_trained, stage, False, "fp32")
+    assert trained == [trained[0]] * 4
+    assert trained[0][1:] != expected[1:]
+    assert other == [other[0]] * 4
+
+
 # --- evaluation -----------------------------------------------------------------------------------
 
 
