@@ -105,9 +105,17 @@ class Engine:
             self.device_outcomes = DeviceOutcomes(
                 self.device_step, self.outcomes.record, self.outcomes.count_skips
             )
-        constant, decides = [*self.constant.values()], self.device_step
+        float8 = None if self.unsharder is None else self.unsharder.float8
         self.updater = Updater(
-            self.buckets, self.store, self.comm, self.lifetimes, kind, groups, constant, decides
+            self.buckets,
+            self.store,
+            self.comm,
+            self.lifetimes,
+            kind,
+            groups,
+            [*self.constant.values()],
+            self.device_step,
+            None if float8 is None else float8.measure,
         )
         for param in [*self.managed, *(param for _, param in self.unmanaged)]:
             param.__dict__["_shardcore_engine"] = EngineRef(self)

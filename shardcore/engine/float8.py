@@ -5,10 +5,12 @@ the scale is known, so each rank casts its shard and sends a byte per element. S
 the full float32 weights, which Float8Linear casts itself. All casts are from float32 and by
 torchao's functions, so every stage has the same bits.
 
-Note [Scales]: a scale needs the largest element over all ranks. The scales of all float8 weights
-are taken together, in one exchange, at the first gather after the weights changed. Steps, loads and
-edits count a version of the Parameters, on every rank alike; `full_params` may see edits that no
-counter shows, so its end drops all scales.
+Note [Scales]: a scale needs the largest element over all ranks. A step takes the largest elements
+of each bucket's shard right after it has updated the bucket, and exchanges those of all buckets at
+its end, at once. After other changes, and where a worker runs the step, the next gather takes and
+exchanges them. Steps, loads and edits count a version of the Parameters, on every rank alike, and
+weights whose version is known keep their scale. `full_params` may see edits that no counter shows,
+so its end drops all scales.
 Note [Bytes]: the Parameter stays float32 and sharded while the bytes are there: they are lent to a
 tensor of their own. Inside `full_params` the Parameter has its float32 values, and Float8Linear
 casts them. A graph of a forward must run backward on the same side of `full_params`.
@@ -47,6 +49,7 @@ class Float8Weights:
         self._slot_of: dict[nn.Parameter, tuple[Bucket, int]] = {}
         self._scales: dict[Bucket, torch.Tensor] = {}  # (parameters,) float32
         self._versions: dict[Bucket, list[int]] = {}  # of the Parameters, when scales were taken
+        self._measured: dict[Bucket, torch.Tensor] = {}  # the largest elements in this rank's part
         self._owned: dict[Bucket, torch.Tensor] = {}  # the parameters that the shard has a part of
         for bucket in buckets:
             if bucket.gathered_dtype == bucket.dtype:
@@ -76,25 +79,42 @@ class Float8Weights:
             if bucket in self.tensors
         )
 
+    def measure(self, bucket: Bucket) -> None:
+        """Take the largest elements of a shard that a step has just written, for `take_scales` at
+        its end.
+        """
+        if bucket in self.tensors:
+            self._measured[bucket] = self._largest(bucket)
+
+    @torch.no_grad()
+    def _largest(self, bucket: Bucket) -> torch.Tensor:
+        """Return the largest element of this rank's part of each parameter: (parameters,)
+        float32, zero where it has none.
+        """
+        largest = torch.zeros(len(bucket.params), device=self._device)
+        views = [view for _, _, view in bucket.owned_views(bucket.owned_weight)]
+        if views:
+            norms = torch.stack(torch._foreach_norm(views, math.inf))
+            largest.scatter_reduce_(0, self._owned[bucket], norms, "amax")
+        return largest
+
     @torch.no_grad()
     def take_scales(self) -> None:
-        """Take the scales of all buckets. Collective. See Note [Scales]."""
-        numel = sum(len(tensors) for tensors in self.tensors.values())
-        amax = torch.zeros(numel, device=self._device)
-        parts = torch.split(amax, [len(tensors) for tensors in self.tensors.values()])
-        for bucket, part in zip(self.tensors, parts, strict=True):
-            views = [view for _, _, view in bucket.owned_views(bucket.owned_weight)]
-            if views:
-                largest = torch.stack(torch._foreach_norm(views, math.inf))
-                part.scatter_reduce_(0, self._owned[bucket], largest, "amax")
-        name = "the scales of float8 weights"
-        # in place: `parts` are views of it
-        amax.copy_(self._comm.gather_rows(amax, Traffic.WEIGHTS, name).amax(0))
+        """Take the scales of all weights that changed. Collective. See Note [Scales]."""
+        stale = [bucket for bucket in self.tensors if self.is_stale([bucket])]
+        measured, self._measured = self._measured, {}
+        if not stale:
+            return
+        parts = [measured[b] if b in measured else self._largest(b) for b in stale]
+        rows = self._comm.gather_rows(
+            torch.cat(parts), Traffic.WEIGHTS, "the scales of float8 weights"
+        )
         utils = sys.modules["torchao.float8.float8_utils"]
-        for bucket, part in zip(self.tensors, parts, strict=True):
+        sizes = [len(part) for part in parts]
+        for bucket, amax in zip(stale, torch.split(rows.amax(0), sizes), strict=True):
             assert bucket.float8 is not None
             form = bucket.float8
-            self._scales[bucket] = utils.amax_to_scale(part, form.dtype, form.rounds_scale)
+            self._scales[bucket] = utils.amax_to_scale(amax, form.dtype, form.rounds_scale)
             self._versions[bucket] = [m.version_now for m in bucket.params]
 
     @torch.no_grad()

@@ -167,15 +167,17 @@ class Updater:
         groups: Sequence[Mapping[str, Any]],
         constant: Sequence[Managed],
         device_step: DeviceStep | None,
+        measure: Callable[[Bucket], None] | None,
     ) -> None:
         """Serve the buckets that the optimizer's `groups` (live param_groups) update; `kind`: what
         it is.
 
         constant: the weights that no step updates; ranks compare how these were loaded and edited,
         too. device_step: what decides in place of the host, which then waits for nothing
-        (engine/device_step.py).
+        (engine/device_step.py). measure: reads the new weights of each bucket right after its
+        update (engine/float8.py); None: nothing does.
         """
-        self._device_step = device_step
+        self._device_step, self._measure = device_step, measure
         self._constant = constant
         self.buckets = [bucket for bucket in buckets if bucket.group is not None]
         self.store = store
@@ -320,7 +322,9 @@ class Updater:
         """
         gathers = _WeightGathers(self.comm, plan.spans if self._gathers else ())
         with self.comm.clock.part(None if self.store.tier == "device" else "exposed_offload"):
-            runs = [[bucket] for bucket in plan.spans] if self._alone else [[*plan.spans]]
+            # a call of the kernel for each bucket: its weights are in the cache when they are read
+            singly = self._alone or (self._at_once and self._measure is not None)
+            runs = [[bucket] for bucket in plan.spans] if singly else [[*plan.spans]]
             for run in runs:
                 try:
                     with self._prepared(plan, run[0]):
@@ -349,8 +353,7 @@ class Updater:
         next(
             steps, None
         )  # the store ends its step; dropped before, it would wait as after an error
-        if copied is not None:
-            copied.wait()
+        self._arrive(buckets, copied)
 
     def _update_in_turn(
         self, buckets: Sequence[Bucket], plan: StepPlan, gathers: "_WeightGathers"
@@ -365,13 +368,20 @@ class Updater:
             with self.comm.scope(f"shardcore::adam({bucket.label})"):
                 copying = next(steps)
             if before is not None:
-                if copied is not None:
-                    copied.wait()
+                self._arrive([before], copied)
                 gathers.start(before)
             before, copied = bucket, copying
         next(steps, None)  # as above
+        if before is not None:
+            self._arrive([before], copied)
+
+    def _arrive(self, buckets: Sequence[Bucket], copied: _C.CopyEvent | None) -> None:
+        """Wait for the copy of buckets' new weights, if there is one, and measure them."""
         if copied is not None:
             copied.wait()
+        if self._measure is not None:
+            for bucket in buckets:
+                self._measure(bucket)
 
     def _prepared(self, plan: StepPlan, bucket: Bucket) -> AbstractContextManager[None]:
         """Let the bucket's gradient be what the kind of optimizer updates with, inside the

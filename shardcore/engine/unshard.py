@@ -682,9 +682,11 @@ class Unsharder:
 
     @torch.no_grad()
     def renew(self) -> None:
-        """Bring the weights that `full_params` holds in line with the shards, which a step has
-        changed. Collective.
+        """Bring the scales of float8 weights, and the weights that `full_params` holds, in line
+        with the shards, which a step has changed. Collective.
         """
+        if self.float8 is not None and self.overlap_step is None:
+            self.float8.take_scales()
         pinned = [unit for unit in self.units if unit.pins]
         try:
             for unit in pinned:

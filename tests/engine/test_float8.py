@@ -4,6 +4,7 @@ are gathered, edits and loads, and refusals; broken twins.
 
 import copy
 import logging
+import math
 from contextlib import ExitStack
 from unittest import mock
 
@@ -36,12 +37,23 @@ float8_config = pytest.importorskip("torchao.float8.config", reason="needs torch
 
 STEPS = 3
 _take_scales, _cast = Float8Weights.take_scales, Float8Weights.cast
+_measure = Float8Weights.measure
 
 
 def _own_scales(self):
     """A twin: each rank's scales are those of its own shard."""
     with mock.patch.object(Comm, "gather_rows", lambda self, row, *_: row.unsqueeze(0)):
         _take_scales(self)
+
+
+def _measure_half(self, bucket):
+    """A twin: a step measures other values than the new weights."""
+    weight = bucket.owned_weight
+    bucket.owned_weight = weight / 2
+    try:
+        _measure(self, bucket)
+    finally:
+        bucket.owned_weight = weight
 
 
 def _cast_of_rounded(self, bucket, target):
@@ -56,6 +68,7 @@ def _cast_of_rounded(self, bucket, target):
 TWINS = {
     "scales of the shard": {"take_scales": _own_scales},
     "cast of rounded weights": {"cast": _cast_of_rounded},
+    "largest elements of other weights": {"measure": _measure_half},
     "scales of the first step": {"is_stale": lambda self, buckets: not self._scales},
 }
 
@@ -130,6 +143,10 @@ def test_one_rank_has_the_bits_of_stage_0():
 SCALES = "the scales of float8 weights"
 
 
+def _freeze_blocks(model):
+    model.blocks.requires_grad_(False)
+
+
 def _traffic(rank, world_size, flag):
     """What a rank sends to gather weights in a step, and of that for scales; as predicted."""
     model, optimizer, _ = trained(rank, _run(3, "bf16"), flag=flag)
@@ -152,6 +169,53 @@ def test_stage_3_sends_a_byte_per_float8_weight_and_exchanges_scales_once_a_step
     # of 3 blocks in forward and 2 in backward; each has 2 weights of 24 * 37, padded to 1,024,
     # and a rank sends its half of a byte less for each
     assert as_bfloat16 - predicted == 5 * 2 * 1024 // 2
+
+
+def _exchanges(rank, world_size, options, prepare):
+    """Return how many exchanges of scales each part of a training makes."""
+    model, optimizer, _ = trained(rank, _run(3, "bf16", **options), prepare=prepare)
+    comm, counts, before = engine_behind("test", model).comm, [], 0
+
+    def count():
+        nonlocal before
+        now = comm.collectives().get(SCALES, 0)
+        counts.append(now - before)
+        before = now
+
+    count()
+    for scale in (1.0, math.inf, 1.0):
+        (loss_of(model, batch_of(7, 0, rank)) * scale).backward()
+        count()
+        optimizer.step()
+        count()
+        optimizer.zero_grad()
+    state = model.state_dict()
+    count()
+    model.load_state_dict(state)
+    with torch.no_grad():
+        model(batch_of(7, 0, rank)[0])
+    count()
+    return counts
+
+
+HOST = {"offload": {"optimizer": "cpu"}}
+
+
+# In turn: the first three steps; then backward and step of a step, of one that is skipped because
+# of its gradients, and of a third one; a state dict; a load and a forward.
+@pytest.mark.parametrize(
+    ("options", "prepare", "expected"),
+    [
+        ({}, None, [4, 0, 1, 0, 0, 0, 1, 0, 1]),
+        (HOST, None, [4, 0, 1, 0, 0, 0, 1, 0, 1]),
+        # the forward after a step is the first that knows its weights
+        ({**HOST, "overlap_step": True}, None, [3, 1, 0, 1, 0, 0, 0, 0, 1]),
+        ({}, _freeze_blocks, [1, 0, 0, 0, 0, 0, 0, 0, 1]),
+    ],
+)
+def test_a_step_exchanges_the_scales_of_what_it_changed(options, prepare, expected):
+    for counts in run_ranks(2, _exchanges, options, prepare):
+        assert counts == expected
 
 
 def _contexts(rank, world_size, stage):
@@ -185,10 +249,6 @@ def _contexts(rank, world_size, stage):
 def test_full_params_edits_and_loads_reach_the_bytes():
     expected = run_ranks(2, _contexts, 0)
     assert run_ranks(2, _contexts, 3) == expected
-
-
-def _freeze_blocks(model):
-    model.blocks.requires_grad_(False)
 
 
 def _unfrozen(rank, world_size, stage):
