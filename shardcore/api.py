@@ -809,7 +809,7 @@ def _start(
             optimizer._skipped, optimizer._device_state = optimizer.skipped_steps, None
         attach(plan.model, engine, input_casts(plan, options.cast_inputs))
         save_pretrained.attach(plan.model, engine)
-        compile_units(plan.model, plan.members, options.compile_arguments, plan.comm.rank)
+        compile_units(engine, options.compile_arguments)
         optimizer.state = ShardedStates(
             engine.updater.buckets, engine.settle, other_entries_of_state
         )

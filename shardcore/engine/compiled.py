@@ -13,7 +13,8 @@ inside of the checkpoint.
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -87,19 +88,16 @@ def in_words(value: Any) -> str:
     return repr(value)
 
 
-def compile_units(
-    model: nn.Module, units: Iterable[str], arguments: Mapping[str, Any] | None, rank: int
-) -> None:
-    """Let the units of `model` with these names run compiled forwards. Each class is compiled by
-    its first call.
+def compile_units(engine: Engine, arguments: Mapping[str, Any] | None) -> None:
+    """Let the units of a sharded model except the root run compiled forwards. Each class is
+    compiled by its first call; a unit that is compiled already is compiled anew.
 
-    units: The root ("") among them is left out. A unit that is compiled already is compiled anew.
     arguments: Of torch.compile; None does nothing.
     """
     if arguments is None:
         return
-    names = [name for name in units if name]
-    if not names and rank == 0:
+    names = [name for name in engine.plan.members if name]
+    if not names and engine.comm.rank == 0:
         logger.warning(
             "shard: compile has no effect. The root is not compiled, and the model has no other "
             "unit. Name the blocks in units="
@@ -109,9 +107,9 @@ def compile_units(
     # units of one class share one compiled forward
     compiled = cache(partial(torch.compile, **arguments))
     for name in names:
-        module = model.get_submodule(name)
+        module = engine.model.get_submodule(name)
         take_off_compiled(module)
-        module.__dict__["forward"] = CompiledForward(module, compiled)
+        module.__dict__["forward"] = CompiledForward(module, compiled, engine, name)
 
 
 def compile_together(
@@ -128,7 +126,7 @@ def compile_together(
     sharded = engine.unsharder is not None
     attempt(problems, lambda: arguments.append(compile_arguments(op, compile, sharded)))
     agree(engine.comm, op, problems, [("option", "compile", in_words(compile))])
-    compile_units(engine.model, engine.plan.members, arguments[0], engine.comm.rank)
+    compile_units(engine, arguments[0])
 
 
 def compiled_inside(module: nn.Module, method: Any) -> Callable[..., Any]:
@@ -138,7 +136,7 @@ def compiled_inside(module: nn.Module, method: Any) -> Callable[..., Any]:
     forward = module.__dict__.get("forward")
     if not isinstance(forward, CompiledForward):
         return method  # type: ignore[no-any-return]
-    return partial(forward.compiled(method.__func__), module)
+    return partial(forward.run, method.__func__, module)
 
 
 def take_off_compiled(module: nn.Module) -> None:
@@ -190,11 +188,20 @@ class UnitForward:
 
 
 class CompiledForward(UnitForward):
-    """The compiled forward of a unit. compiled: Compiles a function, once."""
+    """The compiled forward of a unit. compiled: Compiles a function, once. unit: Its name."""
 
-    def __init__(self, module: nn.Module, compiled: Callable[[Any], Any]) -> None:
+    def __init__(
+        self, module: nn.Module, compiled: Callable[[Any], Any], engine: Engine, unit: str
+    ) -> None:
         super().__init__(module, module.__dict__.get("forward"))
-        self.compiled = compiled
+        self._compiled, self._engine, self._unit = compiled, engine, unit
+
+    def run(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Compile a function, and call it where float8 layers find their bytes."""
+        unsharder = self._engine.unsharder
+        float8 = None if unsharder is None else unsharder.float8
+        with nullcontext() if float8 is None else float8.shown(self._owner, self._unit):
+            return self._compiled(function)(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the compiled forward."""
@@ -202,4 +209,4 @@ class CompiledForward(UnitForward):
         if compiles_inside or tracer() is not None:
             return super().__call__(*args, **kwargs)
         function, arguments = self._function(args)
-        return self.compiled(function)(*arguments, **kwargs)
+        return self.run(function, *arguments, **kwargs)

@@ -18,7 +18,8 @@ casts them. A graph of a forward must run backward on the same side of `full_par
 
 import math
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,9 +28,13 @@ from torch import nn
 from shardcore._native import _C
 from shardcore.distributed.comm import Comm, Traffic
 from shardcore.engine.bucket import Bucket, closed_message
+from shardcore.optim.float8 import float8_linears
 from shardcore.optim.interface import keep_uncompiled
 
 _COMPILE_LAYERS = "at stage 3 the bytes of float8 weights come and go, so a graph is cut there"
+# An attribute of float8 layers inside `Float8Weights.shown`: whether their bytes are shown. A graph
+# depends on it.
+SHOWN = "_shardcore_shown"
 _CAST_NUMEL = 1 << 22  # elements that are cast at once: the products are float32
 
 
@@ -43,7 +48,7 @@ class Float8Weights:
     def __init__(self, buckets: Iterable[Bucket], comm: Comm, device: torch.device) -> None:
         """Serve `buckets`, whose shards are in place."""
         # called from hooks of layers that may be compiled: torch.compile must not look inside
-        keep_uncompiled(Float8Weights, "weight_of", reason=_COMPILE_LAYERS)
+        keep_uncompiled(Float8Weights, "show", reason=_COMPILE_LAYERS)
         self._comm, self._device = comm, device
         self.tensors: dict[Bucket, list[torch.Tensor]] = {}
         self._slot_of: dict[nn.Parameter, tuple[Bucket, int]] = {}
@@ -128,22 +133,45 @@ class Float8Weights:
             for part, values in zip(written, torch.split(view, _CAST_NUMEL), strict=True):
                 part.copy_(to_float8(values * scales[piece.slot], bucket.float8.dtype))
 
-    def weight_of(self, param: nn.Parameter) -> torch.Tensor | None:
-        """Return a weight as torchao's Float8TrainingTensor, whose gradient is the parameter's;
-        None where its bytes are not gathered.
+    @contextmanager
+    def shown(self, module: nn.Module, unit: str) -> Iterator[None]:
+        """Show the bytes to the float8 layers of a unit inside the context, so that a graph of the
+        unit does not end where their hooks would.
         """
+        linears = [
+            linear
+            for linear in float8_linears(module).values()
+            if (found := self._slot_of.get(linear._parameters["weight"])) is not None
+            and found[0].unit == unit
+        ]
+        try:
+            for linear in linears:
+                self.show(linear)
+                vars(linear)[SHOWN] = "weight" in vars(linear)
+            yield
+        finally:
+            for linear in linears:
+                vars(linear).pop("weight", None)
+                vars(linear).pop(SHOWN, None)
+
+    def show(self, linear: Any) -> None:
+        """Let a float8 layer see its weight as torchao's Float8TrainingTensor, whose gradient is
+        the Parameter's: an attribute of that name hides the Parameter. Does nothing where its bytes
+        are not gathered.
+        """
+        vars(linear).pop("weight", None)  # perhaps of a forward that failed
+        param = linear._parameters.get("weight")
         bucket, slot = self._slot_of.get(param, (None, 0))
         if bucket is None or not bucket.in_float8:
-            return None
+            return
         assert bucket.float8 is not None
-        weight: torch.Tensor = _AsFloat8.apply(  # type: ignore[no-untyped-call]
+        vars(linear)["weight"] = _AsFloat8.apply(  # type: ignore[no-untyped-call]
             param,
             self.tensors[bucket][slot],
             self._scales[bucket][slot],
             bucket.grad_dtype,
             bucket.float8.mm_config,
         )
-        return weight
 
 
 class _AsFloat8(torch.autograd.Function):

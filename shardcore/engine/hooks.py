@@ -18,6 +18,7 @@ from torch import nn
 from shardcore.engine.build import become, check_unwrapped
 from shardcore.engine.compiled import take_off_compiled
 from shardcore.engine.engine import Engine, engine_behind
+from shardcore.engine.float8 import SHOWN
 from shardcore.engine.model_state import begin_load, begin_read, end_load, end_read
 from shardcore.engine.quantized import (
     entry_of,
@@ -81,7 +82,8 @@ def attach(model: nn.Module, engine: Engine, casts: Mapping[str, torch.dtype]) -
     if engine.unsharder is not None and engine.unsharder.float8 is not None:
         for linear in float8_linears(model).values():  # after the hooks that gather its unit
             keep(linear.register_forward_pre_hook(_Float8Weight(engine, True)))
-            keep(linear.register_forward_hook(_Float8Weight(engine, False), always_call=True))
+            # not always_call: torch.compile compares the number of the hook, and so each block
+            keep(linear.register_forward_hook(_Float8Weight(engine, False)))
     keep(model.register_forward_hook(_AfterForward(engine)))
     keep_as_packed(model, engine.device)
     if engine.comm.rank == 0:
@@ -422,7 +424,7 @@ class _BeforeWeights(_EngineHook):
 
 class _Float8Weight(_EngineHook):
     """Lets the forward of torchao's Float8Linear see its weight as the float8 bytes that were
-    gathered: an attribute of that name hides the Parameter.
+    gathered.
     """
 
     def __init__(self, engine: Engine | None, begins: bool) -> None:
@@ -430,13 +432,13 @@ class _Float8Weight(_EngineHook):
         self.begins = begins
 
     def __call__(self, module: nn.Module, *arguments: Any) -> None:
+        if vars(module).get(SHOWN) is not None:  # its compiled unit does this (engine/compiled.py)
+            return
         vars(module).pop("weight", None)
         if not self.begins or self.engine is None or self.engine.unsharder is None:
             return
-        float8, param = self.engine.unsharder.float8, module._parameters.get("weight")
-        weight = None if float8 is None or param is None else float8.weight_of(param)
-        if weight is not None:
-            vars(module)["weight"] = weight
+        if (float8 := self.engine.unsharder.float8) is not None:
+            float8.show(module)
 
 
 class _ForwardMethod:

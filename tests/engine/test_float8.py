@@ -6,11 +6,13 @@ import copy
 import logging
 import math
 from contextlib import ExitStack
+from functools import partial
 from unittest import mock
 
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -19,6 +21,7 @@ from shardcore.distributed.comm import Comm, Traffic
 from shardcore.engine.engine import engine_behind
 from shardcore.engine.float8 import Float8Weights
 from shardcore.estimate.predict import predict
+from shardcore.extras.activations import apply_activation_checkpointing
 from shardcore.optim.float8 import plain_part
 from tests.support.float8 import ADAM, float8_net, fsdp2_losses, trained
 from tests.support.models import (
@@ -266,6 +269,49 @@ def test_blocks_that_backward_runs_again_use_the_bytes():
     net = {"kind": Reused}
     expected = run_ranks(2, _train, _run(0, "bf16"), None, net)
     assert run_ranks(2, _train, _run(3, "bf16"), None, net) == expected
+
+
+def _compiled(rank, world_size, stage, net):
+    """Return the losses, the hash, and how many graphs there are; fullgraph raises for a cut."""
+    torch._dynamo.reset()
+    graphs = CompileCounterWithBackend("aot_eager")
+    run = _run(stage, "bf16", compile={"backend": graphs, "fullgraph": True})
+    model, optimizer, losses = trained(rank, run, **net)
+    return losses, hash_of_training(model, optimizer), graphs.frame_count
+
+
+@pytest.mark.more
+@pytest.mark.parametrize("options", [None, {}, {"offload_to_cpu": True}])
+def test_compiled_blocks_are_one_graph_at_every_stage(options):
+    """Also checkpointed ones, whose layers see the bytes again in backward."""
+    net = {}
+    if options is not None:
+        net["prepare"] = partial(apply_activation_checkpointing, **options)
+    eager = run_ranks(2, _train, _run(0, "bf16"), None, net)
+    for stage in (0, 3):
+        assert run_ranks(2, _compiled, stage, net) == [(*each, 1) for each in eager]
+
+
+def _compiled_contexts(rank, world_size, stage):
+    """Forwards with gradients in full_params and outside, and steps."""
+    torch._dynamo.reset()
+    model = float8_net()
+    optimizer = shardcore.FusedAdam(model.parameters(), **ADAM)
+    shard = {"precision": "bf16", "compile": {"backend": "aot_eager", "fullgraph": True}}
+    model, optimizer = shardcore.shard(model, optimizer, stage, **shard)
+    losses = []
+    for step in range(2):
+        with shardcore.full_params(model):
+            losses.append(loss_of(model, batch_of(9, 0, rank)).item())
+        losses += stepped(model, optimizer, rank, step)
+    return losses, hash_of_training(model, optimizer), "weight" in vars(model.blocks[1].up)
+
+
+@pytest.mark.more
+def test_compiled_blocks_see_the_parameters_in_full_params():
+    expected = run_ranks(2, _compiled_contexts, 0)
+    assert run_ranks(2, _compiled_contexts, 3) == expected
+    assert not expected[0][2]
 
 
 def _fill(module):
