@@ -207,6 +207,22 @@ def test_checkpointed_and_adapted_models_recompile_nothing(adapt: Any, most: int
     assert plain[0] == [most] * 4
 
 
+@pytest.mark.more
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_generate_with_a_cache_gives_the_tokens_of_an_eager_model(kind: str) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    prompt = torch.arange(2, 14).view(2, 6)
+    options = {"max_new_tokens": 8, "do_sample": False, "use_cache": True, "eos_token_id": None}
+    expected = _language_model(kind).eval().generate(prompt, **options)
+    for stage in (0, 3):
+        torch._dynamo.reset()
+        graphs = Graphs()
+        model = _language_model(kind).eval()
+        model, _ = shardcore.shard(model, None, stage, compile={"backend": graphs})
+        assert torch.equal(model.generate(prompt, **options), expected)
+        assert graphs.count > 0
+
+
 class Counting(Block):
     """A twin whose forward is another one at each step."""
 
