@@ -295,6 +295,8 @@ def _warn_of_dtype(config: Any) -> None:
 
 
 def _check_group(group: dist.ProcessGroup | None) -> None:
+    if group is None:  # perhaps of a single process that has no group
+        return
     size, ranks = dist.get_world_size(group), dist.get_world_size()
     if size != ranks:  # a rank outside of its group has size -1
         raise NotImplementedError(
