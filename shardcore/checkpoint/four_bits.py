@@ -35,11 +35,20 @@ _TEMPORARIES = 8  # what bitsandbytes allocates on the CPU for each byte of a 16
 
 
 def is_4_bit(quantizer: Any) -> bool:
-    """Whether from_pretrained loads by this quantizer in bitsandbytes' 4 bits, under ZeRO 3."""
+    """Whether from_pretrained loads by this quantizer in bitsandbytes' 4 bits, under ZeRO 3.
+
+    Raises ValueError for its 8 bits, which stage 3 does not shard: before the weights are read.
+    """
     zero3: Any = sys.modules["transformers.integrations.deepspeed"]
+    if zero3.is_deepspeed_zero3_enabled() is not True:
+        return False
     config = quantizer.quantization_config
-    is_bitsandbytes = getattr(config, "load_in_4bit", False) is True
-    return is_bitsandbytes and zero3.is_deepspeed_zero3_enabled() is True
+    if getattr(config, "load_in_8bit", False) is True:
+        raise ValueError(
+            "from_pretrained: shardcore does not shard bitsandbytes' 8-bit weights at stage 3. Use "
+            "load_in_4bit=True, or stage 0, 1 or 2"
+        )
+    return getattr(config, "load_in_4bit", False) is True
 
 
 def without_statistics(

@@ -258,8 +258,21 @@ def save_pretrained(
         layout = hub_layout(
             plan.targets, folder, max_shard_size, variant, total_parameters=model.num_parameters()
         )
-    with _keeps_state_dict(model):
+    with _keeps_state_dict(model), _without_progress():
         return write_files("save_pretrained", engine, layout, plan, save_rest)
+
+
+@contextmanager
+def _without_progress() -> Iterator[None]:
+    """Show no progress of transformers: it writes no weights here."""
+    logging: Any = import_module("transformers.utils.logging")
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 @contextmanager

@@ -53,9 +53,13 @@ class ZeroParamStatus(enum.Enum):
 
 _OP = "zero.Init"
 _MESSAGE = (
-    "the parameter is partitioned by zero.Init, and each rank has its part alone. Call "
-    "initialize() or shard() first, or use it inside deepspeed.zero.GatheredParameters"
+    "the parameter is partitioned by zero.Init, and each rank has its part alone. Shard the model "
+    "first (shard, initialize, Fabric's setup, or train of a trainer), or use the parameter inside "
+    "shardcore.zero.GatheredParameters"
 )
+# They change no values. Other functions that end with _ would, and empty data hides it.
+_HARMLESS = {"requires_grad_", "detach_", "share_memory_"}
+_ASSIGNS = {"__iadd__", "__isub__", "__imul__", "__itruediv__", "__setitem__"}
 _ATTRIBUTES = (
     *("ds_tensor", "ds_shape", "ds_numel", "ds_id", "ds_status"),
     *("_shardcore_ranks", "__deepcopy__"),
@@ -94,11 +98,16 @@ class _Empty:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
+        name = str(getattr(func, "__name__", func))
+        writes = name.endswith("_") and not name.startswith("_") and name not in _HARMLESS
+        if (writes or name in _ASSIGNS) and args and isinstance(args[0], _Empty):
+            raise RuntimeError(f"{name}: {_MESSAGE}")
         try:
             result = without_override(func, *args, **(kwargs or {}))
         except (RuntimeError, ValueError, IndexError) as error:
-            raise RuntimeError(f"{getattr(func, '__name__', func)}: {_MESSAGE}") from error
-        return result.as_subclass(_InStateDict) if func == torch.Tensor.detach else result
+            raise RuntimeError(f"{name}: {_MESSAGE}") from error
+        is_alias = func in (torch.Tensor.detach, torch.Tensor.data.__get__)  # type: ignore[attr-defined]
+        return result.as_subclass(_InStateDict) if is_alias else result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise RuntimeError(f"pickle: {_MESSAGE}")

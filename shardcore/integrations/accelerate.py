@@ -170,6 +170,12 @@ class ShardcoreAccelerator(Accelerator):
         """
         if not getattr(optimizer, "_is_accelerate_prepared", False):
             if getattr(optimizer, "_engine", None) is None:
+                params = [p for group in optimizer.param_groups for p in group["params"]]
+                if not any(param.requires_grad for param in params):
+                    raise ValueError(
+                        "prepare: no parameter requires a gradient. Call requires_grad_(True) for "
+                        "the parameters to train, or add adapters"
+                    )
                 raise ValueError(
                     f"prepare: no parameter of the {type(optimizer).__name__} is in a model of "
                     "this call; expected prepare(model, optimizer), the two together, before the "

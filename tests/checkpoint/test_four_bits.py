@@ -236,6 +236,20 @@ def test_bad_files_are_refused_on_every_rank(tmp_path: Path) -> None:
         assert "model.safetensors is torn" in message
 
 
+def _of_8_bits(rank: int, world_size: int, folder: str) -> str:
+    eight_bits = transformers.BitsAndBytesConfig(load_in_8bit=True)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    load(folder, quantization_config=eight_bits)  # without ZeRO 3
+    with zero3(CONFIG):
+        return error_of(lambda: load(folder, quantization_config=eight_bits))
+
+
+def test_8_bits_are_refused_before_they_are_read(tmp_path: Path) -> None:
+    save_tiny_llama(tmp_path)
+    for said in run_ranks(2, _of_8_bits, str(tmp_path)):
+        assert said.startswith("ValueError: from_pretrained: shardcore does not shard"), said
+
+
 def _exported(rank: int, world_size: int, folder: str, output: str) -> str:
     """Export a sharded model in each way; return an error of an export from a checkpoint."""
     model, _ = shardcore.shard(_load(folder, NF4, HALF), None, stage=3)

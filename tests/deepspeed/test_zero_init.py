@@ -1,7 +1,9 @@
 """zero.Init: constructors run as without it, with at most a bound of full weights."""
 
 import copy
+import operator
 import pickle
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -158,6 +160,19 @@ def test_ranks_that_construct_other_models_raise_on_all(what: str, texts: tuple[
         assert text in message
 
 
+# Without an error they would change empty data, and be lost.
+_EDITS = (
+    nn.init.ones_,
+    lambda weight: weight.data.mul_(2.0),
+    lambda weight: operator.iadd(weight.data, torch.ones(3, 8)),
+    lambda weight: operator.setitem(weight.data, slice(None), 0.0),
+)
+_SAID = (
+    *("embedding", "layer_norm", "load_state_dict: 0.weight", *["pickle"] * 3),
+    *("fill_", "mul_", "add_", "__setitem__"),
+)
+
+
 def _used_too_early(rank: int, world_size: int, folder: str) -> list[str]:
     with deepspeed.zero.Init():
         model = nn.Sequential(nn.Embedding(6, 8), nn.LayerNorm(8), nn.Linear(8, 3))
@@ -170,6 +185,7 @@ def _used_too_early(rank: int, world_size: int, folder: str) -> list[str]:
         error_of(lambda: torch.save(model, path)),
         error_of(lambda: torch.save(model.state_dict(), path)),
         error_of(lambda: pickle.dumps(model[2].bias)),
+        *(error_of(partial(edit, model[2].weight)) for edit in _EDITS),
     ]
     twin = copy.deepcopy(model)
     assert has_piece(twin[2].weight), "copied in parts"
@@ -189,12 +205,12 @@ def _used_too_early(rank: int, world_size: int, folder: str) -> list[str]:
 def test_a_use_before_initialize_says_that_weights_are_partitioned(tmp_path: Path) -> None:
     for said in run_ranks(2, _used_too_early, str(tmp_path)):
         for call, text in zip(
-            ("embedding", "layer_norm", "load_state_dict: 0.weight", *["pickle"] * 3),
+            _SAID,
             said,
             strict=True,
         ):
             assert text.startswith(f"RuntimeError: {call}: the parameter is partitioned"), text
-            assert "Call initialize() or shard() first" in text
+            assert "Shard the model first" in text
 
 
 def _over_a_group(rank: int, world_size: int) -> str:
