@@ -37,6 +37,7 @@ from shardcore.metrics import Metrics
 from shardcore.optim import CPUAdam, FusedAdam, Lion, Muon, clip_grad_norm_
 from shardcore.parallel.sequence import SequenceParallelLoader, split_sequences, ulysses_attention
 from shardcore.parallel.tensor import tensor_parallel
+from shardcore.stream import ParamMetadata, param_metadata, stream_params
 from shardcore.version import __version__
 
 __all__ = [
@@ -49,6 +50,7 @@ __all__ = [
     "MemoryReport",
     "Metrics",
     "Muon",
+    "ParamMetadata",
     "Saving",
     "SequenceParallelLoader",
     "__version__",
@@ -67,6 +69,7 @@ __all__ = [
     "memory_report",
     "no_sync",
     "notebook_launcher",
+    "param_metadata",
     "register_forward_method",
     "resume",
     "save",
@@ -74,6 +77,7 @@ __all__ = [
     "shard_pipeline",
     "sharded_state_dict",
     "split_sequences",
+    "stream_params",
     "tensor_parallel",
     "ulysses_attention",
     "unfreeze",

@@ -44,12 +44,11 @@ from shardcore.checkpoint.safetensors import INDEX, SINGLE
 from shardcore.checkpoint.save import buffers_of
 from shardcore.checkpoint.source import Source
 from shardcore.engine.agreement import together
-from shardcore.engine.bucket import Bucket
+from shardcore.engine.bucket import Bucket, rounded
 from shardcore.engine.engine import Engine, engine_behind
 from shardcore.engine.quantized import SCALES, named_means, parts_of, shape_and_dtype, tables_of
 from shardcore.engine.slices import held_by, slice_of
 from shardcore.offload.disk import file_engine
-from shardcore.optim.group_options import PARAM_DTYPES
 
 _T = TypeVar("_T")
 MAX_SHARD_BYTES = 5_000_000_000
@@ -181,18 +180,6 @@ def read(source: Source, name: str, dtype: torch.dtype | None) -> Iterator[torch
     for start, numel in cut(0, prod(source.shapes[name])):
         values = source.read(name, "weight", start, numel)
         yield rounded(values, _cast_to(values.dtype, dtype))
-
-
-def rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return values in `dtype`, rounded as a step rounds masters to weights: bfloat16 ties go away
-    from zero, where torch rounds them to even.
-    """
-    if values.dtype == dtype or not {values.dtype, dtype} <= set(PARAM_DTYPES):
-        return values.to(dtype)
-    values = values.contiguous()
-    weights = torch.empty_like(values, dtype=dtype)
-    _C.cast([weights], [values])
-    return weights
 
 
 @dataclass(frozen=True)
@@ -490,7 +477,7 @@ def _stream(
         order = _alternating(units_of(engine, merged), first_writer)
         dtypes = {name: tensor.dtype for name, tensor in sources.items()}
         values = merged_values(engine, [merged[name] for name in order], dtypes, is_wanted)
-    place = {name: i for i, name in enumerate(_as_made(order, part_of))}
+    place = {name: i for i, name in enumerate(as_made(order, part_of))}
     files = {
         _unfinished(layout.folder / file, ending): {
             name: targets[name] for name in sorted(layout.files[file], key=place.__getitem__)
@@ -510,7 +497,7 @@ def _stream(
                 held[part][name] = value
                 del value  # before the next unit is waited for
                 if len(held[part]) == len(part.sources):
-                    own.write(_made(part, held.pop(part)))
+                    own.write(made_of(part, held.pop(part)))
         own.finish()
     finally:
         for _ in values:  # the other ranks gather all of it
@@ -531,7 +518,7 @@ def _alternating(units: Iterable[Sequence[_T]], writer: Callable[[Sequence[_T]],
     return [each for turn in turns for unit in turn for each in unit]
 
 
-def _as_made(names: Iterable[str], part_of: Mapping[str, Part]) -> Iterator[str]:
+def as_made(names: Iterable[str], part_of: Mapping[str, Part]) -> Iterator[str]:
     """Yield the targets of parts in the order in which they are made, from names in the order in
     which they are gathered.
     """
@@ -543,7 +530,7 @@ def _as_made(names: Iterable[str], part_of: Mapping[str, Part]) -> Iterator[str]
             yield from part.targets
 
 
-def _made(part: Part, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def made_of(part: Part, values: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     if part.make is None:
         return dict(zip(part.targets, values.values(), strict=True))
     made = part.make(values)

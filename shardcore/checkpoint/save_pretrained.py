@@ -49,7 +49,7 @@ from shardcore.engine.engine import Engine
 from shardcore.engine.hooks import Method
 from shardcore.torch_private import is_persistent
 
-_Revert: TypeAlias = Callable[[Any, dict[str, torch.Tensor]], Mapping[str, torch.Tensor]]
+_Revert: TypeAlias = Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]]
 
 
 class SavePretrained(Method):
@@ -206,15 +206,15 @@ def attach(model: nn.Module, engine: Engine) -> None:
 
 def can_stream(model: nn.Module) -> bool:
     """Whether this is a transformers model whose weights `save_pretrained` can stream."""
-    modeling = sys.modules.get("transformers.modeling_utils")
-    kind = getattr(modeling, "PreTrainedModel", None)
-    if kind is None or not isinstance(model, kind):
+    if not is_transformers(model):
         return False
+    modeling: Any = sys.modules["transformers.modeling_utils"]
+    own: Any = type(model)
     return (
         hasattr(modeling, "remove_tied_weights_from_state_dict")
         and hasattr(modeling, "revert_weight_conversion")
-        and type(model).save_pretrained is kind.save_pretrained
-        and type(model).state_dict is nn.Module.state_dict
+        and own.save_pretrained is modeling.PreTrainedModel.save_pretrained
+        and own.state_dict is nn.Module.state_dict
         and _streams_quantized(model)
         and not getattr(model, "_hf_peft_config_loaded", False)
         and not with_extra_state(model)
@@ -226,6 +226,27 @@ def _streams_quantized(model: Any) -> bool:
     quantizer = getattr(model, "hf_quantizer", None)
     config = getattr(quantizer, "quantization_config", None)
     return quantizer is None or getattr(config, "load_in_4bit", False) is True
+
+
+def is_transformers(model: nn.Module) -> bool:
+    """Whether this is a model of transformers."""
+    kind = getattr(sys.modules.get("transformers.modeling_utils"), "PreTrainedModel", None)
+    return kind is not None and isinstance(model, kind)
+
+
+def adapter_names(model: Any, state: Tensors) -> dict[str, str]:
+    """Return the names in the adapter's file of the tensors of a PEFT model that PEFT saves, by
+    their names in the model's `state`.
+    """
+    peft: Any = import_module("peft")
+    adapters = model.active_adapters
+    if len(adapters) != 1:
+        raise ValueError(f"stream_params: the adapters {adapters} are active; expected one")
+    saved = peft.get_peft_model_state_dict(
+        model, state_dict=dict(state), adapter_name=adapters[0], save_embedding_layers=False
+    )
+    name_of = {tensor: name for name, tensor in state.items()}
+    return {name_of[tensor]: name for name, tensor in saved.items()}
 
 
 def _streams(engine: Engine, given: Mapping[str, Any]) -> bool:
@@ -362,36 +383,37 @@ def _plan(engine: Engine, save_original_format: bool) -> Plan:
     sources = {name: trained[name] for name in trained if name in key_of}
     if not save_original_format:
         return plan_of(engine, sources, [Part([name], [key_of[name]]) for name in sources], saved)
-    revert = partial(modeling.revert_weight_conversion, model)
+    tensor_of = in_order(engine)
+    unit_of = {}
+    for name in key_of:
+        bucket: Any = engine.bucket_of.get(tensor_of[name])  # type: ignore[call-overload]
+        unit_of[name] = "" if bucket is None else bucket.unit
+    return plan_of(engine, sources, *as_in_files(model, key_of, saved, unit_of))
+
+
+def as_in_files(
+    model: Any, key_of: Mapping[str, str], saved: Tensors, unit_of: Mapping[str, str]
+) -> tuple[list[Part], dict[str, torch.Tensor]]:
+    """Return how the tensors of a model of transformers become those in its files: each renamed
+    tensor alone, the converted ones of a unit together. And these, on the meta device.
+
+    saved: the tensors of the model by `key_of` their names.
+    """
+    modeling: Any = import_module("transformers.modeling_utils")
+    revert: _Revert = partial(modeling.revert_weight_conversion, model)
     made = revert(dict(saved))
     # with memory of their own, by which Hugging Face's split counts bytes: some are views of others
     targets = {name: torch.empty_like(tensor) for name, tensor in made.items()}
-    return plan_of(engine, sources, _parts(engine, key_of, saved, made, revert), targets)
-
-
-def _parts(
-    engine: Engine,
-    key_of: Mapping[str, str],
-    saved: Tensors,
-    made: Tensors,
-    revert: Callable[[dict[str, torch.Tensor]], Mapping[str, torch.Tensor]],
-) -> list[Part]:
-    """Return what is made together: each renamed tensor alone, and the converted ones of a unit.
-
-    made: what transformers makes of `saved`, which are the tensors of the model by `key_of` their
-    names. A renamed tensor is the same object.
-    """
+    # a renamed tensor is the same object
     target_of = {tensor: name for name, tensor in made.items()}
     renamed = {
         name: target_of[saved[key]] for name, key in key_of.items() if saved[key] in target_of
     }
     parts = [Part([name], [target]) for name, target in renamed.items()]
     units: dict[str, list[str]] = {}
-    tensor_of = in_order(engine)
     for name in key_of:
         if name not in renamed:
-            bucket: Any = engine.bucket_of.get(tensor_of[name])  # type: ignore[call-overload]
-            units.setdefault("" if bucket is None else bucket.unit, []).append(name)
+            units.setdefault(unit_of[name], []).append(name)
 
     def converted(names: list[str]) -> Part:
         def make(values: dict[str, torch.Tensor]) -> Mapping[str, torch.Tensor]:
@@ -402,8 +424,8 @@ def _parts(
         )
 
     by_unit = [converted(names) for names in units.values()]
-    targets = [name for part in by_unit for name in part.targets]
-    if sorted(targets) == sorted(made.keys() - set(renamed.values())):
-        return parts + by_unit
+    made_by_unit = [name for part in by_unit for name in part.targets]
+    if sorted(made_by_unit) == sorted(made.keys() - set(renamed.values())):
+        return parts + by_unit, targets
     # tensors of several units become one
-    return [*parts, converted([name for names in units.values() for name in names])]
+    return [*parts, converted([name for names in units.values() for name in names])], targets

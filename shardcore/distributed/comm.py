@@ -301,13 +301,13 @@ class Comm:
         for ranks in [*self.topology.levels(self.rank), range(first, first + keepers)]:
             if 1 < len(ranks) < self.world_size and ranks not in self._slot.parts:
                 with _explain_errors():
-                    globally = [self._global(rank) for rank in ranks]
+                    globally = [self.global_rank(rank) for rank in ranks]
                     part = self._slot.parts[ranks] = group_beside(self.group, globally, self.device)
                 watchdog.log_of(self.group).parts.append(weakref.ref(part))
 
     def _group_of(self, ranks: Sequence[int]) -> dist.ProcessGroup | None:
         """Return the group of exactly these ranks, in this order; None if there is none."""
-        self._global(0)  # raises if the group was destroyed
+        self.global_rank(0)  # raises if the group was destroyed
         if ranks == range(self.world_size):
             return self.group
         return self._slot.parts.get(ranks) if isinstance(ranks, range) else None
@@ -560,14 +560,18 @@ class Comm:
         name: str,
         ranks: Sequence[int],
         of: int | None = None,
+        receivers: Sequence[int] | None = None,
     ) -> list[Started]:
         """Start filling parts[i] from ranks[i], this rank's own already there. Sizes may differ,
         and be zero.
+
+        receivers: the ranks that get parts, None for all. On the other ranks all but the own part
+        are empty.
         """
         received = [as_bytes(part) for part in parts]
-        return self._exchange(
-            [received[ranks.index(self.rank)]] * len(ranks), received, kind, name, ranks, of
-        )
+        own = received[ranks.index(self.rank)]
+        sent = [own if receivers is None or rank in receivers else own[:0] for rank in ranks]
+        return self._exchange(sent, received, kind, name, ranks, of)
 
     def _exchange(
         self,
@@ -588,7 +592,10 @@ class Comm:
         messages: list[tuple[Any, torch.Tensor, int]] = []
         for step in range(1, size):
             source, target = (me - step) % size, (me + step) % size
-            source_rank, target_rank = self._global(ranks[source]), self._global(ranks[target])
+            source_rank, target_rank = (
+                self.global_rank(ranks[source]),
+                self.global_rank(ranks[target]),
+            )
             if received[source].numel() > 0:
                 messages.append((dist.irecv, received[source], source_rank))
             if sent[target].numel() > 0:
@@ -649,8 +656,8 @@ class Comm:
             while have < size:
                 count = min(have, size - have)
                 sent, received = as_bytes(rows[:count]), as_bytes(rows[have : have + count])
-                source = self._global((self.rank + have) % size)
-                target = self._global((self.rank - have) % size)
+                source = self.global_rank((self.rank + have) % size)
+                target = self.global_rank((self.rank - have) % size)
                 works = [
                     dist.irecv(received, source, group=group, tag=tag),
                     dist.isend(sent, target, group=group, tag=tag),
@@ -704,7 +711,7 @@ class Comm:
             operation = self._start(name)
             with _explain_errors(operation):
                 work = dist.broadcast(
-                    as_bytes(tensor), self._global(source), group=self.group, async_op=True
+                    as_bytes(tensor), self.global_rank(source), group=self.group, async_op=True
                 )
             wait_all(self._started(operation, [work]))
 
@@ -721,7 +728,7 @@ class Comm:
             operation = self._start(name)
             with _explain_errors(operation):
                 work = dist.scatter(
-                    as_bytes(received), own, self._global(source), self.group, async_op=True
+                    as_bytes(received), own, self.global_rank(source), self.group, async_op=True
                 )
             wait_all(self._started(operation, [work]))
 
@@ -740,7 +747,7 @@ class Comm:
         """Return which of these ranks a rank of torch.distributed is. ValueError, in the name of
         `op`, if it is none.
         """
-        ranks = [self._global(rank) for rank in range(self.world_size)]
+        ranks = [self.global_rank(rank) for rank in range(self.world_size)]
         if global_rank not in ranks:
             raise ValueError(
                 f"{op}: got rank {global_rank}; expected one of the ranks that train this model: "
@@ -748,7 +755,8 @@ class Comm:
             )
         return ranks.index(global_rank)
 
-    def _global(self, rank: int) -> int:
+    def global_rank(self, rank: int) -> int:
+        """Return the rank of torch.distributed of one of these ranks."""
         if self.group is None:
             return rank
         try:

@@ -644,3 +644,15 @@ def assign(weight: torch.Tensor, values: torch.Tensor) -> None:
         _C.cast([weight], [values.to(weight.device, torch.float32)])
     else:
         weight.copy_(values)
+
+
+def rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Return values in `dtype`, rounded as a step rounds masters to weights: bfloat16 ties go away
+    from zero, where torch rounds them to even.
+    """
+    if values.dtype == dtype or not {values.dtype, dtype} <= set(PARAM_DTYPES):
+        return values.to(dtype)
+    values = values.contiguous()
+    weights = torch.empty_like(values, dtype=dtype)
+    _C.cast([weights], [values])
+    return weights

@@ -38,7 +38,7 @@ call of one raises an error that names its weight.
 
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeAlias
@@ -779,6 +779,36 @@ class Unsharder:
                     else:
                         for managed in bucket.params:
                             managed.version = managed.version_now
+                self._reshard(unit)
+            if self.float8 is not None:
+                self.float8.forget_scales()
+            self.pool.shrink(before)
+
+    def in_turn(self, groups: Sequence[Collection[nn.Parameter]]) -> Iterator[None]:
+        """Keep the units of each group of parameters unsharded in turn, to be read. The units of
+        the next group are gathered meanwhile. Collective.
+        """
+        before = self.pool.allocated_bytes
+        coming = [list(dict.fromkeys(self._slot_of[p][0] for p in group)) for group in groups]
+        for unit in coming[0] if coming else ():
+            self._start(unit, exact=True)
+        try:
+            while coming:
+                group = coming.pop(0)
+                for unit in group:
+                    self._unshard(unit)
+                    unit.pins += 1
+                try:
+                    for unit in coming[0] if coming else ():
+                        self._start(unit, exact=True)
+                    yield
+                finally:
+                    for unit in group:
+                        unit.pins -= 1
+                        if not coming or unit not in coming[0]:
+                            self._reshard(unit)
+        finally:
+            for unit in coming[0] if coming else ():
                 self._reshard(unit)
             if self.float8 is not None:
                 self.float8.forget_scales()

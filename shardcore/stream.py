@@ -1,0 +1,321 @@
+"""Weights for an inference engine: the full parameters of a sharded model, one after the other,
+without a whole copy of the model.
+
+How values are gathered: engine/full_weights.py. Names and conversions are those of
+`save_pretrained` (checkpoint/save_pretrained.py).
+"""
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, NamedTuple, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from shardcore.checkpoint.consolidate import Part, as_made, made_of
+from shardcore.checkpoint.format import plain_name
+from shardcore.checkpoint.save_pretrained import (
+    adapter_names,
+    as_in_files,
+    is_transformers,
+)
+from shardcore.engine.agreement import together
+from shardcore.engine.bucket import Managed, rounded
+from shardcore.engine.engine import Engine
+from shardcore.engine.full_weights import FullWeights, chunks_of, params_of, read_dtype, travels
+from shardcore.engine.quantized import is_int8
+from shardcore.engine.unshard import in_backward
+from shardcore.optim.interface import Superseded, engine_of
+
+logger = logging.getLogger("shardcore")
+
+Names: TypeAlias = str | Callable[[str], str]
+_OP = "stream_params"
+
+
+class ParamMetadata(NamedTuple):
+    """The name, shape and dtype of a streamed tensor."""
+
+    name: str
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+def stream_params(
+    model: nn.Module,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    ranks: Sequence[int] | None = None,
+    bucket_bytes: int | None = None,
+    names: Names = "model",
+    only_trainable: bool = False,
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the name and the full value of each parameter, one unit at a time. Collective: every
+    rank iterates to the end.
+
+    The next unit is gathered while one is consumed, by one collective. Two units and one bucket of
+    memory are used beside the training state. Training continues to the bit as if nothing had been
+    streamed. Tied parameters are yielded once. The order is that of the model's parameters; a
+    parameter that is not gathered comes after those that are. It is the same in every call.
+
+    Args:
+        model: A sharded model, at any stage. An ordinary model yields its own parameters.
+        dtype: The dtype of all floating tensors. None: the weights that forward uses, bit for bit.
+            torch.float32: the masters, where there are any. Other dtypes are rounded from masters,
+            as a step rounds weights (ties away from zero).
+        device: Where the tensors are. None: the device that trains.
+        ranks: Ranks of torch.distributed that receive tensors. None: all. On other ranks the
+            iterator sends this rank's shards, and yields nothing.
+        bucket_bytes: How many bytes of the root's parameters are gathered at a time; a larger
+            parameter is gathered alone. None: the bytes of the largest unit.
+        names: "model", the model's names without wrappers. "huggingface", the names and the layout
+            of the files that `save_pretrained` of transformers writes: packed experts become one
+            gate, up and down projection for each expert. Or a function of the model's name.
+        only_trainable: Yield trainable parameters only. For a model of PEFT: the tensors and the
+            names of its adapter's file, which inference engines load (its config is
+            `model.peft_config`).
+
+    Tensors may be views of the model's weights: do not edit them. A tensor that is kept has its own
+    values at stage 3; at stages 0 to 2 the next step changes it.
+
+    Raises:
+        ValueError, TypeError, NotImplementedError: For arguments, on every rank.
+        RuntimeError: On the other ranks, if a rank leaves its loop early, or fails.
+    """
+    options = _Options(dtype, bucket_bytes, names, only_trainable)
+    engine = _engine_of(model)
+    if engine is None:
+        alone = _Plan(model, None, options)
+        yield from alone.tensors(alone.values(()), device)
+        return
+    made: list[tuple[_Plan, set[int]]] = []
+
+    def plan() -> str:
+        engine.refuse_held(_OP)
+        if in_backward():
+            raise ValueError(f"{_OP}: called inside a backward; expected it between steps")
+        made.append((_Plan(model, engine, options), _receivers(engine, ranks)))
+        engine.updater.accept_weight_edits()
+        metadata = [(m.name, [*m.shape], str(m.dtype)) for m in made[0][0].metadata]
+        return f"that of {metadata}, on ranks {ranks}, by {bucket_bytes} bytes"
+
+    engine.agree(_OP, plan)
+    chosen, receivers = made.pop()
+    yield from _to_the_end(engine, chosen, receivers, device)
+
+
+def param_metadata(
+    model: nn.Module,
+    *,
+    dtype: torch.dtype | None = None,
+    bucket_bytes: int | None = None,
+    names: Names = "model",
+    only_trainable: bool = False,
+) -> list[ParamMetadata]:
+    """Return the name, shape and dtype of each tensor that `stream_params` yields, in its order.
+    Local: nothing is gathered.
+
+    The arguments are those of `stream_params`.
+    """
+    options = _Options(dtype, bucket_bytes, names, only_trainable)
+    return _Plan(model, _engine_of(model), options).metadata
+
+
+class _LeftEarlyError(RuntimeError):
+    """A loop over the stream ended before the stream."""
+
+
+def _to_the_end(
+    engine: Engine, plan: "_Plan", receivers: Collection[int], device: torch.device | str | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield all tensors. A rank that leaves early gathers the rest, and the other ranks raise."""
+    count, values = 0, plan.values(receivers)
+    with (
+        suppress(_LeftEarlyError),
+        together(engine.everyone, _OP, "receivers may have old and new tensors"),
+    ):
+        try:
+            for item in plan.tensors(values, device):
+                yield item
+                count += 1
+        except GeneratorExit:
+            values.close()  # gathers the rest
+            message = f"its loop ended after {count} of {len(plan.metadata)} tensors"
+            logger.warning("%s: %s; expected it to reach the end", _OP, message)
+            raise _LeftEarlyError(message) from None
+
+
+def _engine_of(model: nn.Module) -> Engine | None:
+    """Return the engine of a sharded model, or of a module around or inside it; None if none."""
+    refs = [model, *model.parameters()] if isinstance(model, nn.Module) else []
+    found = next(filter(None, map(engine_of, refs)), None)
+    if isinstance(found, Superseded):
+        found.refuse(_OP)
+    return found
+
+
+def _receivers(engine: Engine, ranks: Sequence[int] | None) -> set[int]:
+    """Return the ranks of engine.comm that receive tensors."""
+    everyone = range(dist.get_world_size()) if dist.is_initialized() else range(1)
+    wrong = [rank for rank in ranks or () if type(rank) is not int or rank not in everyone]
+    if wrong:
+        raise ValueError(
+            f"{_OP}: ranks has {wrong[0]!r}; expected ranks of torch.distributed, 0 to "
+            f"{len(everyone) - 1}"
+        )
+    comm = engine.comm
+    chosen = everyone if ranks is None else ranks
+    return {rank for rank in range(comm.world_size) if comm.global_rank(rank) in chosen}
+
+
+class _Plan:
+    """The tensors that are yielded, and how they are made of the parameters of the model."""
+
+    def __init__(self, model: nn.Module, engine: Engine | None, options: "_Options") -> None:
+        """Check the arguments. Local."""
+        options.check(model)
+        self._engine, self._dtype = engine, options.dtype
+        wanted = {
+            param: plain_name(name)
+            for name, param in model.named_parameters()
+            if not options.only_trainable or _trains(engine, param)
+        }
+        _refuse_quantized(wanted)
+        self._name_of, self._chunks = wanted, []
+        if engine is not None:
+            gathered = [b for b in engine.buckets if travels(engine, b, options.dtype)]
+            self._chunks = chunks_of(gathered, wanted, options.bucket_bytes)
+        chunked = [m for chunk in self._chunks for m in params_of(chunk) if m.param in wanted]
+        in_chunks = {managed.param for managed in chunked}
+        self._rest = [Managed(n, p, 0, None) for p, n in wanted.items() if p not in in_chunks]
+        sources: dict[str, torch.Tensor] = {}
+        units: dict[str, str] = {}
+        for managed in (*chunked, *self._rest):
+            name, param = wanted[managed.param], managed.param
+            in_bucket = None if engine is None else engine.bucket_of.get(param)
+            dtype = param.dtype if in_bucket is None else in_bucket.dtype
+            sources[name] = torch.empty(
+                param.shape, dtype=read_dtype(dtype, options.dtype), device="meta"
+            )
+            units[name] = "" if in_bucket is None else in_bucket.unit
+        parts, targets = _named(model, sources, units, options)
+        self._part_of = {source: part for part in parts for source in part.sources}
+        self.metadata = [
+            ParamMetadata(name, targets[name].shape, targets[name].dtype)
+            for name in as_made(sources, self._part_of)
+        ]
+
+    def values(self, receivers: Collection[int]) -> Generator[tuple[str, torch.Tensor]]:
+        """Yield the parameters by the names of the model; nothing on ranks that do not receive.
+        Collective.
+        """
+        receives = True
+        if self._engine is not None:
+            receives = self._engine.comm.rank in receivers
+            full = FullWeights(self._engine, self._chunks, self._dtype, receivers)
+            for chunk in full.values():
+                for managed, value in chunk:
+                    if receives and managed.param in self._name_of:
+                        yield self._name_of[managed.param], value
+                del chunk, value  # before the next chunk is waited for
+        for managed in self._rest:
+            whole = managed.full(managed.local.detach())
+            if receives:
+                name = self._name_of[managed.param]
+                yield name, rounded(whole, read_dtype(whole.dtype, self._dtype))
+
+    def tensors(
+        self, values: Iterator[tuple[str, torch.Tensor]], device: torch.device | str | None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield what engines receive."""
+        held: dict[Part, dict[str, torch.Tensor]] = {}
+        for name, value in values:
+            part = self._part_of[name]
+            sources = held.setdefault(part, {})
+            sources[name] = value
+            del value
+            if len(sources) < len(part.sources):
+                continue
+            made = made_of(part, held.pop(part))
+            del sources
+            while made:
+                target = next(iter(made))
+                tensor = made.pop(target)
+                yield target, tensor if device is None else tensor.to(device)
+                del tensor
+
+
+def _trains(engine: Engine | None, param: nn.Parameter) -> bool:
+    if engine is None or not engine.knows(param):
+        return param.requires_grad
+    return engine.trains(param)
+
+
+def _refuse_quantized(wanted: Mapping[nn.Parameter, str]) -> None:
+    for param, name in wanted.items():
+        if is_int8(param) or hasattr(param, "quant_state"):
+            raise NotImplementedError(
+                f"{_OP}: {name} is quantized; expected only_trainable=True, which yields the "
+                "adapters"
+            )
+
+
+def _named(
+    model: Any, sources: Mapping[str, torch.Tensor], units: Mapping[str, str], options: "_Options"
+) -> tuple[list[Part], Mapping[str, torch.Tensor]]:
+    """Return how parameters, by the names of the model, become what engines receive; and this."""
+    if options.only_trainable and hasattr(model, "peft_config"):
+        final = adapter_names(model, sources)
+        final |= {name: name for name in sources if name not in final}
+    elif options.names == "huggingface":
+        return as_in_files(model, {name: name for name in sources}, sources, units)
+    elif callable(options.names):
+        final = {name: options.names(name) for name in sources}
+    else:
+        final = {name: name for name in sources}
+    for name, new in final.items():
+        if not isinstance(new, str):
+            raise TypeError(f"{_OP}: names returned {new!r} for {name}; expected a str")
+    if len(set(final.values())) < len(final):
+        twice = next(n for n, count in Counter(final.values()).items() if count > 1)
+        raise ValueError(f"{_OP}: names returned {twice} twice; expected different names")
+    parts = [Part([name], [new]) for name, new in final.items()]
+    return parts, {new: sources[name] for name, new in final.items()}
+
+
+@dataclass(frozen=True)
+class _Options:
+    """See stream_params."""
+
+    dtype: torch.dtype | None
+    bucket_bytes: int | None
+    names: Names
+    only_trainable: bool
+
+    def check(self, model: object) -> None:
+        """Raise TypeError or ValueError for arguments that are not supported."""
+        if not isinstance(model, nn.Module):
+            raise TypeError(f"{_OP}: got a {type(model).__name__}; expected a model")
+        is_float = isinstance(self.dtype, torch.dtype) and self.dtype.is_floating_point
+        if self.dtype is not None and not is_float:
+            raise TypeError(f"{_OP}: dtype is {self.dtype!r}; expected a floating dtype or None")
+        if self.bucket_bytes is not None and not (
+            type(self.bucket_bytes) is int and self.bucket_bytes > 0
+        ):
+            raise ValueError(
+                f"{_OP}: bucket_bytes is {self.bucket_bytes!r}; expected a number of bytes or None"
+            )
+        if self.names not in ("model", "huggingface") and not callable(self.names):
+            raise ValueError(
+                f'{_OP}: names is {self.names!r}; expected "model", "huggingface" or a function'
+            )
+        if self.names == "huggingface" and not is_transformers(model):
+            raise TypeError(
+                f'{_OP}: names is "huggingface" for a {type(model).__name__}; expected a model of '
+                'transformers, or names="model"'
+            )

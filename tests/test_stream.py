@@ -1,0 +1,203 @@
+"""stream_params: the full weights of a sharded model, unit by unit, and their metadata."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import shardcore
+from tests.support.models import batch_of, error_of, hash_of_training, loss_of, made, make_net
+from tests.support.ranks import run_ranks
+from tests.support.slices import mesh_of, sharded_lm, train_lm
+
+
+def trained(rank: int, stage: int, **options: Any) -> tuple[Any, Any]:
+    """Return a model after a step, so that masters have other values than its weights."""
+    model = make_net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    model, optimizer = shardcore.shard(model, optimizer, stage, **options)
+    loss_of(model, batch_of(0, 0, rank)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return model, optimizer
+
+
+def of_forward(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the weights that forward uses. Collective."""
+    with shardcore.full_params(model):
+        return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype, name
+        assert torch.equal(found[name], value), name
+
+
+PRECISIONS = {"float32": {}, "bf16": {"precision": "bf16"}}
+
+
+def _stream(rank: int, world_size: int, stage: int, options: dict[str, Any]) -> None:
+    model, optimizer = trained(rank, stage, **options)
+    before = hash_of_training(model, optimizer)
+    for bucket_bytes in (None, 1, 1000):
+        found = dict(shardcore.stream_params(model, bucket_bytes=bucket_bytes))
+        assert_equal(found, of_forward(model))
+        assert [(n, t.shape, t.dtype) for n, t in found.items()] == shardcore.param_metadata(model)
+    masters = dict(shardcore.stream_params(model, dtype=torch.float32))
+    assert_equal(masters, {name: model.state_dict()[name] for name in masters})
+    wrong = {name: value + 1 for name, value in found.items()}
+    with pytest.raises(AssertionError):  # what the comparison has to reject
+        assert_equal(wrong, of_forward(model))
+    assert hash_of_training(model, optimizer) == before
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_streams_the_weights_of_forward(stage: int, world_size: int, precision: str) -> None:
+    run_ranks(world_size, _stream, stage, PRECISIONS[precision])
+
+
+def _of_tiers(rank: int, world_size: int, offloads: list[dict[str, Any]]) -> None:
+    for offload in offloads:
+        model, optimizer = trained(rank, 3, precision="bf16", offload=made(offload))
+        assert_equal(dict(shardcore.stream_params(model, bucket_bytes=500)), of_forward(model))
+        masters = dict(shardcore.stream_params(model, dtype=torch.float32))
+        assert_equal(masters, {name: model.state_dict()[name] for name in masters})
+        del model, optimizer
+
+
+def test_streams_weights_in_host_memory_and_in_files(tmp_path: Path) -> None:
+    files = {"path": str(tmp_path), "gradients": "cpu", "resume": False}
+    offloads = [
+        {"optimizer": "cpu"},
+        {"optimizer": "cpu", "params": "cpu"},
+        {"optimizer": "nvme", "params": "cpu", **files},
+        {"optimizer": "nvme", "params": "nvme", **files},
+    ]
+    run_ranks(2, _of_tiers, offloads)
+
+
+def _to_some(rank: int, world_size: int) -> None:
+    model, _ = trained(rank, 3, precision="bf16")
+    for ranks in ([1], [0, 2], []):
+        for bucket_bytes in (None, 300):
+            stream = shardcore.stream_params(model, ranks=ranks, bucket_bytes=bucket_bytes)
+            expected = of_forward(model) if rank in ranks else (of_forward(model), {})[1]
+            assert_equal(dict(stream), expected)
+    plain, _ = trained(rank, 3, precision="bf16")
+    for each in (model, plain):  # training continues as if nothing had been streamed
+        loss_of(each, batch_of(1, 0, rank)).backward()
+    assert_equal(of_forward(model), of_forward(plain))
+
+
+def test_only_the_ranks_asked_for_receive_tensors() -> None:
+    run_ranks(3, _to_some)
+
+
+def _leave(rank: int, world_size: int, raises: bool) -> list[str]:
+    model, _ = trained(rank, 3)
+    expected = of_forward(model)
+
+    def loop() -> None:
+        for number, _ in enumerate(shardcore.stream_params(model)):
+            if rank == 1 and number == 2:
+                if raises:
+                    raise KeyError("in the loop")
+                break
+
+    errors = [error_of(loop)]
+    assert_equal(dict(shardcore.stream_params(model)), expected)
+    return errors
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_rank_that_leaves_early_is_named_on_all_others(raises: bool) -> None:
+    first, second, third = run_ranks(3, _leave, raises)
+    assert first == third
+    assert "rank 1 failed: _LeftEarlyError: its loop ended after 2 of 22 tensors" in first[0]
+    assert ("KeyError" in second[0]) if raises else (second[0] == "no error")
+
+
+def _refused(rank: int, world_size: int) -> list[str]:
+    model, _ = trained(rank, 3)
+    errors = []
+
+    def stream(**options: Any) -> None:
+        list(shardcore.stream_params(model, **options))
+
+    for options in (
+        {"dtype": (torch.bfloat16, torch.float32)[rank]},
+        {"dtype": (None, torch.int8)[rank]},
+        {"names": (str.upper, str)[rank]},
+        {"names": "vllm"},
+        {"names": lambda name: "one"},
+        {"names": "huggingface"},
+        {"ranks": [2]},
+        {"bucket_bytes": 0},
+    ):
+        errors.append(error_of(lambda options=options: stream(**options)))
+    with shardcore.full_params(model):
+        errors.append(error_of(stream))
+    loss = loss_of(model, batch_of(1, 0, rank))
+    seen = []
+    loss.register_hook(lambda grad: seen.append(error_of(stream)))
+    loss.backward()
+    return errors + seen
+
+
+def test_bad_arguments_are_refused_on_every_rank() -> None:
+    errors = list(zip(*run_ranks(2, _refused), strict=True))
+    expected = [
+        "ranks disagree",
+        "dtype is torch.int8; expected a floating dtype",
+        "ranks disagree",
+        'names is \'vllm\'; expected "model", "huggingface" or a function',
+        "names returned one twice",
+        "expected a model of transformers",
+        "ranks has 2; expected ranks of torch.distributed, 0 to 1",
+        "bucket_bytes is 0; expected a number of bytes",
+        "called inside full_params; expected it after the block",
+        "called inside a backward; expected it between steps",
+    ]
+    assert len(errors) == len(expected)
+    for on_ranks, text in zip(errors, expected, strict=True):
+        for error in on_ranks:
+            assert "stream_params: " in error
+            assert text in error
+
+
+def _of_slices(rank: int, world_size: int, stage: int) -> None:
+    mesh = mesh_of(world_size, 2)
+    model, optimizer = sharded_lm(mesh, stage, frozen="norm", precision="bf16")
+    train_lm(model, optimizer, mesh, range(1))
+    found = dict(shardcore.stream_params(model, bucket_bytes=2000))
+    expected = {name: p.full_tensor() for name, p in of_forward(model).items()}
+    assert_equal(found, expected)
+    assert [(n, t.shape, t.dtype) for n, t in found.items()] == shardcore.param_metadata(model)
+    alone = dict(shardcore.stream_params(model, ranks=[3]))
+    assert_equal(alone, expected if rank == 3 else {})
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_tensor_parallel_slices_are_assembled(stage: int) -> None:
+    run_ranks(4, _of_slices, stage)
+
+
+def test_an_ordinary_model_yields_its_parameters() -> None:
+    model = make_net()
+    found = dict(shardcore.stream_params(model, dtype=torch.bfloat16, names=lambda n: f"x.{n}"))
+    expected = {f"x.{n}": p.detach().bfloat16() for n, p in model.named_parameters()}
+    assert found.keys() == expected.keys()
+    assert [(n, t.shape, t.dtype) for n, t in found.items()] == shardcore.param_metadata(
+        model, dtype=torch.bfloat16, names=lambda n: f"x.{n}"
+    )
+
+
+def test_another_object_is_refused() -> None:
+    with pytest.raises(TypeError, match="got a list; expected a model"):
+        list(shardcore.stream_params([]))  # type: ignore[arg-type]
