@@ -10,7 +10,7 @@ local, since scripts save there on one rank alone. With a modifier_rank so is a 
 gathered weights, and masters follow at the end.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 
@@ -62,11 +62,12 @@ def gathered(
         # a context around this one makes the weights equal
         elif engine.gathered.covers(params, spread=True):
             return
-        _refuse_differences(engine, op, units)
+        _refuse_differences(engine, op, units, set(params))
 
     context: AbstractContextManager[None] = nullcontext()
     if unsharder is not None:
-        context = unsharder.full_params(set(params), partial(_settle, make_equal))
+        settle = partial(_settle, make_equal)
+        context = unsharder.full_params(set(params), settle, keep_last=True)
     elif source is not None:
         context = leaving(partial(_settle, make_equal, ()))
     with context:
@@ -169,9 +170,13 @@ def _spread(
             managed.version = managed.version_now
 
 
-def _refuse_differences(engine: Engine, op: str, units: Sequence[Unit]) -> None:
+def _refuse_differences(
+    engine: Engine, op: str, units: Sequence[Unit], params: Collection[nn.Parameter] | None = None
+) -> None:
     """Raise ValueError on all ranks if their full weights of `units` differ. Reads all of them,
     as edits may be unseen ones.
+
+    params: which ones the context is for, None for all; of the others only edits that are seen.
     """
     comm, buckets = engine.comm, [bucket for unit in units for bucket in unit.buckets]
     if comm.world_size == 1 or not buckets:
@@ -180,6 +185,7 @@ def _refuse_differences(engine: Engine, op: str, units: Sequence[Unit]) -> None:
         (managed.name, managed.slice_of(bucket.weight))
         for bucket in buckets
         for managed in bucket.params
+        if params is None or managed.param in params or managed.edited
     ]
 
     def difference() -> Exception | None:
@@ -196,7 +202,10 @@ def _refuse_differences(engine: Engine, op: str, units: Sequence[Unit]) -> None:
                 )
         return None
 
-    digests = torch.stack([digest_of(bucket.weight) for bucket in buckets]).tolist()
+    if params is None:  # fewer kernels
+        digests = torch.stack([digest_of(bucket.weight) for bucket in buckets]).tolist()
+    else:
+        digests = [(name, digest_of(weight).item()) for name, weight in weights]
     _begin_settling(comm, op, f"the weights {digests}", difference)
 
 

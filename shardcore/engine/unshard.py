@@ -31,6 +31,9 @@ and copied to the shard. Edits through `.data` move no counter, so the end of `f
 the weights with the shard. Masters of changed weights are updated at the next step or read
 (`Bucket.changed`). Before that, ranks compare a digest of what they are about to keep
 (engine/full_params.py); if it differs, edits are dropped and loads are undone.
+Note [One parameter after another]: scripts read a model by one context for each parameter. So the
+end of such a context leaves the weights of its unit where they are, as if they were being gathered,
+until another unit is used or the shards change. So each unit is gathered once.
 Note [Modules outside of units]: modules of the root (`lm_head`) may be called on their own. Their
 hooks unshard the root for the call, or until backward ends. Layers inside a unit have no hooks: a
 call of one raises an error that names its weight.
@@ -287,6 +290,8 @@ class Unsharder:
         }
         self.all_pinned = False  # inside full_params(model): a forward needs no other rank
         self._scratch: list[tuple[Unit, Managed]] = []
+        # see Note [One parameter after another]
+        self._closed: tuple[Unit, int] | None = None
         # each brings back what a load inside full_params has overwritten in a shard
         self.undo: list[Callable[[], None]] = []
         # of each bucket and dtype of its weights, what these are lent to, where in the bucket it
@@ -512,6 +517,7 @@ class Unsharder:
             # what there is may be float8 bytes
             self._reshard(unit)
             self._drop_kept_parts(unit)
+        self._free_closed(but=unit)
         if unit.state is not UnitState.SHARDED:
             return
         if self.overlap_step is not None:
@@ -665,6 +671,7 @@ class Unsharder:
         """Reshard every unit: the shards are about to change, or the full weights are not needed
         any more.
         """
+        self._free_closed()
         for unit in self.units:
             unit.calls = 0
             if unit.pins:
@@ -719,13 +726,15 @@ class Unsharder:
         self,
         params: set[nn.Parameter],
         settle: Callable[[Sequence[Unit]], Exception | None] = lambda units: None,
+        keep_last: bool = False,
     ) -> Iterator[None]:
         """Keep the units of `params` unsharded inside the context; edits in place reach the shards
         at its end. Collective.
 
         settle: is called with these units before they do, also where the block raises an Exception.
         The edits are dropped if it raises an error, not if it returns one to raise. The pool gives
-        up at the end what this takes: it would keep as much as the whole model.
+        up at the end what this takes: it would keep as much as the whole model. keep_last: see Note
+        [One parameter after another].
         """
         before, keeps = self.pool.allocated_bytes, True
         chosen = [
@@ -779,10 +788,32 @@ class Unsharder:
                     else:
                         for managed in bucket.params:
                             managed.version = managed.version_now
-                self._reshard(unit)
+                if keep_last and keeps and len(pinned) == 1:
+                    self._close(unit, before)
+                else:
+                    self._reshard(unit)
             if self.float8 is not None:
                 self.float8.forget_scales()
             self.pool.shrink(before)
+
+    def _close(self, unit: Unit, pool_bytes: int) -> None:
+        """Close the weights of a unit, and keep their memory: Note [One parameter after another].
+        pool_bytes: what the pool had before the unit was gathered.
+        """
+        if unit.pins or self.float8 is not None or not self._gatherer.copies_apart:
+            self._reshard(unit)
+            return
+        self._withdraw(unit)
+        unit.state = UnitState.GATHERING
+        self._closed = unit, pool_bytes
+
+    def _free_closed(self, but: Unit | None = None) -> None:
+        if self._closed is None or self._closed[0] is but:
+            return
+        (unit, pool_bytes), self._closed = self._closed, None
+        if unit.state is UnitState.GATHERING and not unit.gathers:
+            self._reshard(unit)
+            self.pool.shrink(pool_bytes)
 
     def in_turn(self, groups: Sequence[Collection[nn.Parameter]]) -> Iterator[None]:
         """Keep the units of each group of parameters unsharded in turn, to be read. The units of

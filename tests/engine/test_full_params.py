@@ -10,8 +10,20 @@ import torch
 from torch import nn
 
 import shardcore
+from shardcore.distributed.comm import Traffic
 from shardcore.engine.full_params import digest_of
-from tests.support.models import Run, assert_one, hash_of, hash_of_training, stepped, train
+from tests.support.models import (
+    Run,
+    adam,
+    assert_one,
+    batch_of,
+    hash_of,
+    hash_of_training,
+    loss_of,
+    make_net,
+    stepped,
+    train,
+)
 from tests.support.ranks import run_ranks
 
 GatheredParameters: Any = shardcore.zero.GatheredParameters  # type: ignore[attr-defined]
@@ -192,3 +204,44 @@ def test_a_digest_sees_each_bit_and_each_place(dtype: torch.dtype) -> None:
         assert int(digest_of(other)) != digest
     assert int(digest_of(values.roll(1))) != digest
     assert int(digest_of(values[:0])) == 0
+
+
+def _one_after_another(rank: int, world_size: int) -> None:
+    model = make_net()
+    model, optimizer = shardcore.shard(model, adam(model), 3)
+    comm = model._shardcore_engine.comm
+    before = comm.sent[Traffic.WEIGHTS]
+    expected = make_net().state_dict()
+    # those of the root first: the model has them before and after the blocks
+    for name, param in sorted(model.named_parameters(), key=lambda item: "blocks" in item[0]):
+        with GatheredParameters([param]):
+            assert torch.equal(param.detach(), expected[name])
+        with pytest.raises(RuntimeError, match="is sharded"):
+            param.sum()
+    loop = comm.sent[Traffic.WEIGHTS] - before
+    with shardcore.full_params(model):
+        pass
+    assert loop == comm.sent[Traffic.WEIGHTS] - before - loop, "each unit travels once"
+    # what is kept of the last unit is neither taken for the weights of the next step, nor lost
+    train_once(model, optimizer, rank)
+    last = model.head.weight
+    with GatheredParameters([last], modifier_rank=1):
+        if rank == 1:
+            last.data.fill_(3.0)
+    with GatheredParameters([last]):
+        assert bool((last == 3.0).all())
+    train_once(model, optimizer, rank)
+    now = model.state_dict()["head.weight"]
+    with GatheredParameters([last]):
+        assert torch.equal(last.detach(), now)
+        assert not bool((last == 3.0).all())
+
+
+def train_once(model: Any, optimizer: Any, rank: int) -> None:
+    loss_of(model, batch_of(0, 0, rank)).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def test_a_loop_over_parameters_gathers_each_unit_once() -> None:
+    run_ranks(2, _one_after_another)
