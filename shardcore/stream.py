@@ -218,11 +218,10 @@ class _Plan:
         if self._engine is not None:
             receives = self._engine.comm.rank in receivers
             full = FullWeights(self._engine, self._chunks, self._dtype, receivers)
-            for chunk in full.values():
-                for managed, value in chunk:
-                    if receives and managed.param in self._name_of:
-                        yield self._name_of[managed.param], value
-                del chunk, value  # before the next chunk is waited for
+            for managed, value in full.values():
+                if receives and managed.param in self._name_of:
+                    yield self._name_of[managed.param], value
+                del value  # before the next chunk is waited for
         for managed in self._rest:
             whole = managed.full(managed.local.detach())
             if receives:

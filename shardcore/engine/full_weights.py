@@ -154,20 +154,29 @@ class FullWeights:
         self._error: Exception | None = None
 
     @torch.no_grad()
-    def values(self) -> Iterator[list[tuple[Managed, torch.Tensor]]]:
-        """Yield the parameters of each chunk with full values; nothing on ranks that do not
-        receive. Collective.
+    def values(self) -> Iterator[tuple[Managed, torch.Tensor]]:
+        """Yield parameters with full values; nothing on ranks that do not receive. Collective.
+
+        The next chunk is started when the first value of one is taken. Then the reader has dropped
+        the values of the chunk before, so that two chunks have memory.
         """
         coming = self._start()
         try:
             while coming is not None:
                 arriving, coming = coming, None
-                coming = self._start()
                 wait_all(arriving.gathers)
-                if self._receives:
-                    yield self._tensors(arriving)
-                del arriving  # before the next chunk is waited for
+                values = self._tensors(arriving) if self._receives else []
+                del arriving
+                if not values:
+                    coming = self._start()
+                for number, item in enumerate(values):
+                    yield item
+                    if number == 0:
+                        coming = self._start()
+                    del item
+                del values
         finally:
+            coming = coming or self._start()
             while coming is not None:  # the other ranks gather all of it
                 wait_all(coming.gathers)
                 coming = self._start()
