@@ -172,9 +172,7 @@ def run_rank(options: argparse.Namespace) -> None:
         if any(name in options.cases for name in names):
             cases |= make(make_model(options.gb).to(device))
     cases = {name: cases[name] for name in options.cases}
-    found: dict[str, Any] = {
-        name: {"seconds": [], "peak_bytes": []} for name in cases
-    }
+    found: dict[str, Any] = {name: {"seconds": [], "peak_bytes": []} for name in cases}
     for names in harness.random_order(list(cases), options.rounds + 1, seed=0):
         for name in names:
             peak = {"peak_bytes": 0}

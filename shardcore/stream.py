@@ -18,6 +18,7 @@ from torch import nn
 
 from shardcore.checkpoint.consolidate import Part, as_made, made_of
 from shardcore.checkpoint.format import plain_name
+from shardcore.checkpoint.merged import Merged, merged_of, merged_values, unit_of
 from shardcore.checkpoint.save_pretrained import (
     adapter_names,
     as_in_files,
@@ -26,8 +27,15 @@ from shardcore.checkpoint.save_pretrained import (
 from shardcore.engine.agreement import together
 from shardcore.engine.bucket import Managed, rounded
 from shardcore.engine.engine import Engine
-from shardcore.engine.full_weights import FullWeights, chunks_of, params_of, read_dtype, travels
-from shardcore.engine.quantized import is_int8
+from shardcore.engine.full_weights import (
+    Chunk,
+    FullWeights,
+    chunks_of,
+    params_of,
+    read_dtype,
+    travels,
+)
+from shardcore.engine.quantized import is_int8, shape_and_dtype
 from shardcore.engine.unshard import in_backward
 from shardcore.optim.interface import Superseded, engine_of
 
@@ -54,6 +62,7 @@ def stream_params(
     bucket_bytes: int | None = None,
     names: Names = "model",
     only_trainable: bool = False,
+    merge_adapters: bool = False,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the name and the full value of each parameter, one unit at a time. Collective: every
     rank iterates to the end.
@@ -79,6 +88,9 @@ def stream_params(
         only_trainable: Yield trainable parameters only. For a model of PEFT: the tensors and the
             names of its adapter's file, which inference engines load (its config is
             `model.peft_config`).
+        merge_adapters: Yield the ordinary model that a model of PEFT stands for: LoRA and DoRA are
+            merged into their base, a unit at a time, and quantized weights become floats. The model
+            itself does not change. dtype=None means the dtype of each base weight.
 
     Tensors may be views of the model's weights: do not edit them. A tensor that is kept has its own
     values at stage 3; at stages 0 to 2 the next step changes it.
@@ -87,7 +99,7 @@ def stream_params(
         ValueError, TypeError, NotImplementedError: For arguments, on every rank.
         RuntimeError: On the other ranks, if a rank leaves its loop early, or fails.
     """
-    options = _Options(dtype, bucket_bytes, names, only_trainable)
+    options = _Options(dtype, bucket_bytes, names, only_trainable, merge_adapters)
     engine = _engine_of(model)
     if engine is None:
         alone = _Plan(model, None, options)
@@ -116,13 +128,14 @@ def param_metadata(
     bucket_bytes: int | None = None,
     names: Names = "model",
     only_trainable: bool = False,
+    merge_adapters: bool = False,
 ) -> list[ParamMetadata]:
     """Return the name, shape and dtype of each tensor that `stream_params` yields, in its order.
     Local: nothing is gathered.
 
     The arguments are those of `stream_params`.
     """
-    options = _Options(dtype, bucket_bytes, names, only_trainable)
+    options = _Options(dtype, bucket_bytes, names, only_trainable, merge_adapters)
     return _Plan(model, _engine_of(model), options).metadata
 
 
@@ -180,43 +193,73 @@ class _Plan:
         """Check the arguments. Local."""
         options.check(model)
         self._engine, self._dtype = engine, options.dtype
-        wanted = {
+        self._merged = _merged_params(model, engine) if options.merge_adapters else {}
+        self._chunks: list[Chunk] = []
+        self._rest: list[Managed] = []
+        self._name_of: dict[nn.Parameter, str] = {}
+        if options.merge_adapters:
+            self._sources = self._of_merged()
+            units = {name: unit_of(engine, each) for name, each in self._merged.items()}
+            model = model.get_base_model()  # type: ignore[operator]
+        else:
+            self._sources, units = self._of_params(model, options)
+        parts, targets = _named(model, self._sources, units, options)
+        self._part_of = {source: part for part in parts for source in part.sources}
+        self.metadata = [
+            ParamMetadata(name, targets[name].shape, targets[name].dtype)
+            for name in as_made(self._sources, self._part_of)
+        ]
+
+    def _of_merged(self) -> dict[str, torch.Tensor]:
+        sources = {}
+        for name, each in self._merged.items():
+            shape, dtype = shape_and_dtype(each.tensor)
+            sources[name] = torch.empty(shape, dtype=read_dtype(dtype, self._dtype), device="meta")
+        return sources
+
+    def _of_params(
+        self, model: nn.Module, options: "_Options"
+    ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+        """Find what is gathered, and what is not. Return the parameters on the meta device, in the
+        order in which they are read, and their units.
+        """
+        engine = self._engine
+        self._name_of = wanted = {
             param: plain_name(name)
             for name, param in model.named_parameters()
-            if not options.only_trainable or _trains(engine, param)
+            if not options.only_trainable or param.requires_grad
         }
         _refuse_quantized(wanted)
-        self._name_of, self._chunks = wanted, []
         if engine is not None:
             gathered = [b for b in engine.buckets if travels(engine, b, options.dtype)]
             self._chunks = chunks_of(gathered, wanted, options.bucket_bytes)
         chunked = [m for chunk in self._chunks for m in params_of(chunk) if m.param in wanted]
         in_chunks = {managed.param for managed in chunked}
         self._rest = [Managed(n, p, 0, None) for p, n in wanted.items() if p not in in_chunks]
-        sources: dict[str, torch.Tensor] = {}
-        units: dict[str, str] = {}
+        sources, units = {}, {}
         for managed in (*chunked, *self._rest):
             name, param = wanted[managed.param], managed.param
-            in_bucket = None if engine is None else engine.bucket_of.get(param)
-            dtype = param.dtype if in_bucket is None else in_bucket.dtype
-            sources[name] = torch.empty(
-                param.shape, dtype=read_dtype(dtype, options.dtype), device="meta"
-            )
-            units[name] = "" if in_bucket is None else in_bucket.unit
-        parts, targets = _named(model, sources, units, options)
-        self._part_of = {source: part for part in parts for source in part.sources}
-        self.metadata = [
-            ParamMetadata(name, targets[name].shape, targets[name].dtype)
-            for name in as_made(sources, self._part_of)
-        ]
+            bucket = None if engine is None else engine.bucket_of.get(param)
+            dtype = read_dtype(param.dtype if bucket is None else bucket.dtype, options.dtype)
+            sources[name] = torch.empty(param.shape, dtype=dtype, device="meta")
+            units[name] = "" if bucket is None else bucket.unit
+        return sources, units
 
     def values(self, receivers: Collection[int]) -> Generator[tuple[str, torch.Tensor]]:
         """Yield the parameters by the names of the model; nothing on ranks that do not receive.
         Collective.
         """
-        receives = True
+        receives = self._engine is None or self._engine.comm.rank in receivers
+        if self._merged:
+            dtypes = {name: tensor.dtype for name, tensor in self._sources.items()}
+            for name, merged in merged_values(
+                self._engine, [*self._merged.values()], dtypes, lambda name: receives
+            ):
+                if merged is not None:
+                    yield name, merged
+                del merged
+            return
         if self._engine is not None:
-            receives = self._engine.comm.rank in receivers
             full = FullWeights(self._engine, self._chunks, self._dtype, receivers)
             for managed, value in full.values():
                 if receives and managed.param in self._name_of:
@@ -249,18 +292,18 @@ class _Plan:
                 del tensor
 
 
-def _trains(engine: Engine | None, param: nn.Parameter) -> bool:
-    if engine is None or not engine.knows(param):
-        return param.requires_grad
-    return engine.trains(param)
+def _merged_params(model: nn.Module, engine: Engine | None) -> dict[str, Merged]:
+    """Return the parameters of the ordinary model that a model of PEFT stands for."""
+    merged = merged_of(_OP, model, engine)
+    return {n: each for n, each in merged.items() if isinstance(each.tensor, nn.Parameter)}
 
 
 def _refuse_quantized(wanted: Mapping[nn.Parameter, str]) -> None:
     for param, name in wanted.items():
         if is_int8(param) or hasattr(param, "quant_state"):
             raise NotImplementedError(
-                f"{_OP}: {name} is quantized; expected only_trainable=True, which yields the "
-                "adapters"
+                f"{_OP}: {name} is quantized; expected merge_adapters=True, which yields floats, "
+                "or only_trainable=True, which yields the adapters"
             )
 
 
@@ -295,6 +338,7 @@ class _Options:
     bucket_bytes: int | None
     names: Names
     only_trainable: bool
+    merge_adapters: bool
 
     def check(self, model: object) -> None:
         """Raise TypeError or ValueError for arguments that are not supported."""
@@ -313,7 +357,14 @@ class _Options:
             raise ValueError(
                 f'{_OP}: names is {self.names!r}; expected "model", "huggingface" or a function'
             )
-        if self.names == "huggingface" and not is_transformers(model):
+        if self.only_trainable and self.merge_adapters:
+            raise ValueError(
+                f"{_OP}: got only_trainable=True and merge_adapters=True; expected one of them, "
+                "since merged weights have no adapters"
+            )
+        get_base = getattr(model, "get_base_model", None)
+        base = get_base() if self.merge_adapters and get_base is not None else model
+        if self.names == "huggingface" and not is_transformers(base):
             raise TypeError(
                 f'{_OP}: names is "huggingface" for a {type(model).__name__}; expected a model of '
                 'transformers, or names="model"'

@@ -93,7 +93,7 @@ def consolidate(
         ValueError: For a checkpoint with weights in 4 bits; of a model they are written with their
             tables.
         ValueError, NotImplementedError: If merge_adapters is True for another source than a sharded
-            model of PEFT, or for other adapters than plain LoRA.
+            model of PEFT, or for other adapters than LoRA and DoRA.
     """
     if not isinstance(source, nn.Module):
         _check(output, dtype, max_shard_bytes)
@@ -105,7 +105,7 @@ def consolidate(
         engine = engine_behind("consolidate", source)
         with together(engine.everyone, "consolidate", "nothing was written"):
             _check(output, dtype, max_shard_bytes)
-            merged = merged_of(engine) if merge_adapters else None
+            merged = merged_of("consolidate", engine.model, engine) if merge_adapters else None
             tensors = of_engine(engine, dtype) if merged is None else of_merged(merged, dtype)
         if merged is not None:
             return _write_merged(engine, Path(output), merged, tensors, max_shard_bytes)
@@ -476,7 +476,7 @@ def _stream(
     else:
         order = _alternating(units_of(engine, merged), first_writer)
         dtypes = {name: tensor.dtype for name, tensor in sources.items()}
-        values = merged_values(engine, [merged[name] for name in order], dtypes, is_wanted)
+        values = merged_values(engine, [merged[name] for name in order], dtypes, is_wanted, "cpu")
     place = {name: i for i, name in enumerate(as_made(order, part_of))}
     files = {
         _unfinished(layout.folder / file, ending): {

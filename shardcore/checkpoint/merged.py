@@ -10,7 +10,7 @@ imported. Tested with PEFT 0.21.
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import reduce
-from itertools import groupby
+from itertools import groupby, repeat
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +19,6 @@ from torch import nn
 
 from shardcore.checkpoint.format import plain_name
 from shardcore.engine.engine import Engine
-from shardcore.engine.full_params import full_params
 from shardcore.engine.quantized import dequantized, parts_of, shape_and_dtype
 from shardcore.torch_private import is_persistent
 
@@ -35,7 +34,12 @@ class Merged(NamedTuple):
         """Return its value, while the weights are unsharded."""
         value = dequantized(self.tensor)
         for adapter in _active(self.layer):
-            value = value + self.layer.get_delta_weight(adapter)
+            variant = getattr(self.layer, "lora_variant", {}).get(adapter)
+            if variant is None:
+                value = value + self.layer.get_delta_weight(adapter)
+            else:  # DoRA, alone
+                value = variant.merge_safe(self.layer, adapter, value)
+                self.layer._cache_pop(f"{adapter}-weight_norm")
         return value
 
     def params(self) -> set[nn.Parameter]:
@@ -45,28 +49,29 @@ class Merged(NamedTuple):
         return params | ({self.tensor} if isinstance(self.tensor, nn.Parameter) else set())
 
 
-def merged_of(engine: Engine) -> dict[str, Merged]:
-    """Return the tensors of the ordinary model by name, tied ones once, in the order of units.
+def merged_of(op: str, model: Any, engine: Engine | None) -> dict[str, Merged]:
+    """Return the tensors of the ordinary model by name, tied ones once, in the order of units. op:
+    the call, for errors.
 
     Raises ValueError for a model without adapters of PEFT, and NotImplementedError for other
-    adapters than LoRA.
+    adapters than LoRA and DoRA.
     """
-    model: Any = engine.model
     if not hasattr(model, "peft_config") or not hasattr(model, "get_base_model"):
         raise ValueError(
-            f"consolidate: merge_adapters is True for a {type(model).__name__}; expected a model "
-            "of PEFT"
+            f"{op}: merge_adapters is True for a {type(model).__name__}; expected a model of PEFT"
         )
-    if engine.comm.slices:
+    if engine is not None and engine.comm.slices:
         raise NotImplementedError(
-            "consolidate: merge_adapters does not support tensor-parallel models yet"
+            f"{op}: merge_adapters does not support tensor-parallel models yet"
         )
     # with the layer: of tied weights, one may be under an adapter and the other not
     first: dict[tuple[torch.Tensor, Any], Merged] = {}
-    for each in _tensors(model.get_base_model(), ""):
+    for each in _tensors(op, model.get_base_model(), ""):
         first.setdefault((each.tensor, each.layer), each)
+    if engine is None:
+        return {each.name: each for each in first.values()}
     order = {bucket.unit: number for number, bucket in enumerate(engine.buckets)}
-    tensors = sorted(first.values(), key=lambda each: order.get(_unit(engine, each), -1))
+    tensors = sorted(first.values(), key=lambda each: order.get(unit_of(engine, each), -1))
     return {each.name: each for each in tensors}
 
 
@@ -80,33 +85,42 @@ def dtype_of_base(merged: Iterable[Merged]) -> torch.dtype | None:
 
 def units_of(engine: Engine, merged: Mapping[str, Merged]) -> list[list[str]]:
     """Return the names of `merged` by unit, in its order."""
-    return [[*names] for _, names in groupby(merged, key=lambda name: _unit(engine, merged[name]))]
+    return [
+        [*names] for _, names in groupby(merged, key=lambda name: unit_of(engine, merged[name]))
+    ]
 
 
+@torch.no_grad()
 def merged_values(
-    engine: Engine,
+    engine: Engine | None,
     merged: Sequence[Merged],
     dtypes: Mapping[str, torch.dtype],
     is_wanted: Callable[[str], bool],
+    device: torch.device | str | None = None,
 ) -> Iterator[tuple[str, torch.Tensor | None]]:
-    """Yield values by name, on the CPU in these dtypes, in the order of `merged`. Collective: every
-    rank takes all. An error is raised after the last unit.
+    """Yield values by name in these dtypes, in the order of `merged`, while the next unit is
+    gathered. Collective: every rank takes all. An error is raised after the last unit.
 
-    is_wanted: whether this rank uses the value; None in place of all other values.
+    is_wanted: whether this rank uses the value; None in place of all other values. device: None for
+    that of the weights.
     """
     errors: list[Exception] = []
-    for _, tensors in groupby(merged, key=lambda each: _unit(engine, each)):
-        unit = [*tensors]
-        with full_params(engine, set().union(*(each.params() for each in unit))), torch.no_grad():
-            for each in () if errors else unit:
-                try:
-                    value = None
-                    if is_wanted(each.name):  # copied, as a weight alone is memory of the unit
-                        value = each.value().to("cpu", dtypes[each.name], copy=True)
-                except Exception as error:  # the other ranks gather all units
-                    errors.append(error)
-                    break
-                yield each.name, value
+    units = [[*unit] for _, unit in groupby(merged, key=lambda each: unit_of(engine, each))]
+    turns: Iterable[None] = repeat(None, len(units))
+    if engine is not None and engine.unsharder is not None:
+        params = [set().union(*(each.params() for each in unit)) for unit in units]
+        turns = engine.unsharder.in_turn(params)
+    for _, unit in zip(turns, units, strict=True):
+        for each in () if errors else unit:
+            try:
+                value = None
+                if is_wanted(each.name):  # copied, as a weight alone is memory of the unit
+                    value = each.value().to(device, dtypes[each.name], copy=True)
+            except Exception as error:  # the other ranks gather all units
+                errors.append(error)
+                break
+            yield each.name, value
+            del value
     if errors:
         raise errors.pop()
 
@@ -138,23 +152,25 @@ def save_configs(
         model.generation_config.save_pretrained(folder)
 
 
-def _unit(engine: Engine, merged: Merged) -> str:
+def unit_of(engine: Engine | None, merged: Merged) -> str:
     """Return the unit of a tensor, or of a part of it; "" for the root and what is in no bucket."""
+    if engine is None:
+        return ""
     params = [merged.tensor, *(part for _, part in parts_of(merged.tensor))]
     bucket = next((engine.bucket_of[p] for p in params if p in engine.bucket_of), None)  # type: ignore[index]
     return "" if bucket is None else bucket.unit
 
 
-def _tensors(module: Any, name: str) -> Iterator[Merged]:
+def _tensors(op: str, module: Any, name: str) -> Iterator[Merged]:
     """Yield the tensors of the ordinary module that a module of PEFT's model stands for."""
     prefix = f"{name}." if name else ""
     if hasattr(module, "modules_to_save") and hasattr(module, "original_module"):
         (active,) = module.active_adapters
-        yield from _tensors(module.modules_to_save[active], name)
+        yield from _tensors(op, module.modules_to_save[active], name)
     elif hasattr(module, "base_layer"):
-        _check_layer(module, name)
+        _check_layer(op, module, name)
         base = module.get_base_layer()
-        for each in _tensors(base, name):
+        for each in _tensors(op, base, name):
             yield each._replace(layer=module) if each.tensor is base.weight else each
     else:
         for key, param in module._parameters.items():
@@ -165,7 +181,7 @@ def _tensors(module: Any, name: str) -> Iterator[Merged]:
                 yield Merged(plain_name(prefix + key), buffer)
         for key, child in module._modules.items():
             if child is not None:
-                yield from _tensors(child, prefix + key)
+                yield from _tensors(op, child, prefix + key)
 
 
 def _active(layer: Any) -> list[str]:
@@ -179,12 +195,17 @@ def _adapters(layer: Any) -> list[str]:
     return [*getattr(layer, "lora_A", ()), *getattr(layer, "lora_embedding_A", ())]
 
 
-def _check_layer(layer: Any, name: str) -> None:
-    """Raise NotImplementedError unless the layer adds B A to its weight, and nothing else."""
+def _check_layer(op: str, layer: Any, name: str) -> None:
+    """Raise NotImplementedError unless the layer adds B A to its weight, or is DoRA's."""
     variants, biases = getattr(layer, "lora_variant", {}), getattr(layer, "lora_bias", {})
-    adds_more = any(each in variants or biases.get(each) for each in _active(layer))
-    if adds_more or not _adapters(layer):
+    active = _active(layer)
+    others = [each for each in active if each in variants]
+    is_dora = len(active) == 1 and all(
+        type(variants[each]).__name__ in ("DoraLinearVariant", "DoraEmbeddingVariant")
+        for each in others
+    )
+    if (others and not is_dora) or any(map(biases.get, active)) or not _adapters(layer):
         raise NotImplementedError(
-            f"consolidate: merge_adapters supports plain LoRA without lora_bias, and {name} has "
-            f"another adapter ({type(layer).__module__}.{type(layer).__name__})"
+            f"{op}: merge_adapters supports LoRA without lora_bias, and DoRA as the only adapter, "
+            f"and {name} has another adapter ({type(layer).__module__}.{type(layer).__name__})"
         )

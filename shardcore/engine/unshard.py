@@ -820,7 +820,8 @@ class Unsharder:
         the next group are gathered meanwhile. Collective.
         """
         before = self.pool.allocated_bytes
-        coming = [list(dict.fromkeys(self._slot_of[p][0] for p in group)) for group in groups]
+        used = [{self._slot_of[p][0] for p in group if p in self._slot_of} for group in groups]
+        coming = [[unit for unit in self.units if unit in units] for units in used]
         for unit in coming[0] if coming else ():
             self._start(unit, exact=True)
         try:

@@ -159,7 +159,7 @@ def test_what_cannot_be_merged_is_refused(tmp_path: Path) -> None:
     model, _ = shardcore.shard(nn.Linear(2, 2), None)
     with pytest.raises(ValueError, match="merge_adapters is True for a Linear"):
         shardcore.consolidate(model, tmp_path, merge_adapters=True)
-    config = peft.LoraConfig(**LORA, use_dora=True)
+    config = peft.LoraConfig(**LORA, lora_bias=True)
     model, _ = shardcore.shard(peft.get_peft_model(tiny_gpt2(), config), None)
     with pytest.raises(NotImplementedError, match=r"h\.0\.attn\.c_attn has another adapter"):
         shardcore.consolidate(model, tmp_path, merge_adapters=True)
