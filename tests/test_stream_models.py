@@ -10,8 +10,8 @@ peft = pytest.importorskip("peft", reason="tests with PEFT")
 safetensors = pytest.importorskip("safetensors.torch", reason="needs the safetensors package")
 
 import shardcore  # noqa: E402
-from tests.checkpoint.test_save_pretrained import KINDS, plain_of, sharded  # noqa: E402
 from tests.support.huggingface import LORA, qlora_of, rows, save_tiny_llama, tiny_gpt2  # noqa: E402
+from tests.support.language_models import KINDS, plain_of, stepped_lm  # noqa: E402
 from tests.support.ranks import run_ranks  # noqa: E402
 
 
@@ -31,7 +31,7 @@ def streamed(model: Any, **options: Any) -> dict[str, torch.Tensor]:
 
 
 def _as_in_files(rank: int, world_size: int, folder: str, name: str, stage: int) -> None:
-    model = sharded(KINDS[name], rank, stage)
+    model = stepped_lm(KINDS[name], rank, stage)
     plain = plain_of(model, KINDS[name], torch.bfloat16)
     if rank == 0:
         plain.save_pretrained(folder)

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import threading
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,62 +20,18 @@ import shardcore  # noqa: E402
 from shardcore._native import _C  # noqa: E402
 from shardcore.checkpoint import consolidate  # noqa: E402
 from shardcore.offload.disk import ENGINE_BYTES  # noqa: E402
-from tests.support.huggingface import VOCAB, tiny_gpt2  # noqa: E402
+from tests.support.huggingface import tiny_gpt2  # noqa: E402
+from tests.support.language_models import (  # noqa: E402
+    KINDS,
+    SIZES,
+    plain_of,
+    stepped_lm,
+    tiny_llama,
+)
 from tests.support.models import error_of  # noqa: E402
 from tests.support.ranks import run_ranks  # noqa: E402
 
-SIZES = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32,
-}
 SHARD_SIZE = 12_000  # bytes: some files for each model
-
-
-def tiny_llama() -> Any:
-    torch.manual_seed(0)
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES))
-
-
-def tiny_mixtral() -> Any:
-    """Return a model whose experts are one tensor, and one tensor for each expert in files."""
-    torch.manual_seed(0)
-    return transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2)
-    )
-
-
-KINDS: dict[str, Callable[[], Any]] = {
-    "llama": tiny_llama,
-    "gpt2": tiny_gpt2,
-    "mixtral": tiny_mixtral,
-}
-
-
-def sharded(kind: Callable[[], Any], rank: int, stage: int = 3, precision: Any = "bf16") -> Any:
-    """Return a model after a step, so that masters have other values than its weights."""
-    model = kind()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    model, optimizer = shardcore.shard(model, optimizer, stage, precision=precision)
-    ids = torch.arange(rank, rank + 16).view(2, 8) % VOCAB
-    model(input_ids=ids, labels=ids).loss.backward()
-    optimizer.step()
-    return model
-
-
-def plain_of(model: Any, kind: Callable[[], Any], dtype: torch.dtype) -> Any:
-    """Return an unsharded model with the weights of a sharded one. Collective."""
-    plain = kind().to(dtype)
-    plain.load_state_dict(model.state_dict())
-    # the weights of forward: torch would round a master halfway between two to the even one
-    with shardcore.full_params(model), torch.no_grad():
-        for own, param in zip(plain.parameters(), model.parameters(), strict=True):
-            own.copy_(param)
-    return plain
 
 
 def tensors_of(path: Path) -> dict[str, torch.Tensor]:
@@ -115,7 +70,7 @@ def all_tensors(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _save(rank: int, world_size: int, folder: str, name: str, stage: int, precision: Any) -> None:
-    model = sharded(KINDS[name], rank, stage, precision)
+    model = stepped_lm(KINDS[name], rank, stage, precision)
     dtype = torch.bfloat16 if precision else torch.float32
     plain = plain_of(model, KINDS[name], dtype)
     if rank == 0:
@@ -176,7 +131,7 @@ def test_experts_are_converted_back(tmp_path: Path, world_size: int, precision: 
 
 def _replace(rank: int, world_size: int, folder: str) -> list[list[str]]:
     """Save into one folder, with fewer files each time; return what the folder has."""
-    model, seen = sharded(tiny_gpt2, rank), []
+    model, seen = stepped_lm(tiny_gpt2, rank), []
     for size in (SHARD_SIZE, 2 * SHARD_SIZE, "1GB", SHARD_SIZE):
         model.save_pretrained(folder, max_shard_size=size)
         seen.append(files_of(Path(folder)))
@@ -202,7 +157,7 @@ def test_an_older_model_is_replaced(tmp_path: Path) -> None:
 
 def _fails(rank: int, world_size: int, folder: str, size: Any) -> tuple[str, list[str]]:
     """Save where rank 1 cannot write; return the error and the files."""
-    model = sharded(tiny_llama, rank)
+    model = stepped_lm(tiny_llama, rank)
     with pytest.MonkeyPatch.context() as patch:
         if rank == 1:
             engine = partial(_C.FileEngine, faults="write:ENOSPC@0")
@@ -231,7 +186,7 @@ def test_each_rank_writes_its_files_and_an_error_on_one_is_one_on_all(tmp_path: 
 
 def _on_own_disks(rank: int, world_size: int, folder: str) -> list[str]:
     """Save to a folder that only ranks 0 and 2 see."""
-    model = sharded(tiny_llama, rank)
+    model = stepped_lm(tiny_llama, rank)
     own = Path(folder, "others" if rank == 1 else "first")
     own.mkdir(exist_ok=True)
     here = Path.cwd()
@@ -252,7 +207,7 @@ def test_ranks_that_do_not_see_the_folder_write_nothing(tmp_path: Path) -> None:
 
 
 def _bad_size(rank: int, world_size: int, folder: str) -> str:
-    model = sharded(tiny_llama, rank)
+    model = stepped_lm(tiny_llama, rank)
     return error_of(lambda: model.save_pretrained(folder, max_shard_size="5 elephants"))
 
 
@@ -266,7 +221,7 @@ def test_a_size_that_is_none_writes_nothing(tmp_path: Path) -> None:
 
 
 def _given(rank: int, world_size: int, folder: str) -> None:
-    model = sharded(tiny_gpt2, rank)
+    model = stepped_lm(tiny_gpt2, rank)
     state = {name: value + 1 for name, value in model.state_dict().items()}
     if rank == 0:
         model.save_pretrained(f"{folder}/given", state_dict=state)
@@ -287,7 +242,7 @@ def test_given_weights_are_written_by_one_rank_and_a_variant_streams(tmp_path: P
 
 
 def test_a_copy_and_a_detached_model_save_by_transformers(tmp_path: Path) -> None:
-    model = sharded(tiny_gpt2, 0, 2, None)
+    model = stepped_lm(tiny_gpt2, 0, 2, None)
     copied = copy.deepcopy(model)
     model.save_pretrained(tmp_path / "sharded")
     copied.save_pretrained(tmp_path / "copied")
@@ -361,7 +316,7 @@ def test_a_rank_never_has_more_than_some_units(tmp_path: Path) -> None:
 
 
 def _into_bad_paths(rank: int, world_size: int, folder: str) -> list[str]:
-    model = sharded(tiny_gpt2, rank)
+    model = stepped_lm(tiny_gpt2, rank)
     Path(folder, "file").touch()
     calls = model.save_pretrained, partial(shardcore.consolidate, model)
     bad = f"{folder}/file", f"{folder}/file/below"
