@@ -14,7 +14,7 @@ Offload changes where the shard's tensors are stored, never a lifetime. At stage
 one the reduced gradient uses the memory of the local gradient where dtypes allow it.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from operator import attrgetter
 from typing import Protocol
@@ -487,9 +487,11 @@ class Bucket:
         weight, self.weight = self.weight, _NOWHERE
         return weight
 
-    def take_edits(self) -> None:
+    def take_edits(self, params: Collection[nn.Parameter] | None = None) -> None:
         """Bring the owned weights in line with full ones that were perhaps edited, and note
         whether they were (`changed`).
+
+        params: those that were perhaps edited behind the version counters; None: all.
         """
         if self.weight.numel() == 0 or storage_id(self.weight.untyped_storage()) == storage_id(
             self.owned_weight.untyped_storage()
@@ -504,7 +506,12 @@ class Bucket:
         if self.tier is not None:
             old = torch.empty_like(edited)
             self.tier.from_tier(old, self.owned_weight).synchronize()
-        if torch.equal(old, edited):
+        ranges = [(0, self.owned_numel)]
+        if params is not None:
+            chosen = [m for m in self.params if m.param in params or m.edited]
+            pieces = [piece for m in chosen for piece in self.pieces_of(m)]
+            ranges = [(piece.start, piece.start + piece.numel) for piece in pieces]
+        if all(_same_bits(old[start:end], edited[start:end]) for start, end in ranges):
             return
         self.changed = True
         if self.tier is not None:
@@ -644,6 +651,12 @@ def assign(weight: torch.Tensor, values: torch.Tensor) -> None:
         _C.cast([weight], [values.to(weight.device, torch.float32)])
     else:
         weight.copy_(values)
+
+
+def _same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Compare as integers: torch.equal of bfloat16 takes four times as long on a CPU."""
+    integers = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(one.itemsize, torch.uint8)
+    return torch.equal(one.view(integers), other.view(integers))
 
 
 def rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

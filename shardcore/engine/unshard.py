@@ -784,7 +784,7 @@ class Unsharder:
             for unit in pinned:
                 for bucket in unit.buckets:
                     if keeps:  # also edits through `.data`, which no counter shows
-                        bucket.take_edits()
+                        bucket.take_edits(params if keep_last else None)
                     else:
                         for managed in bucket.params:
                             managed.version = managed.version_now
