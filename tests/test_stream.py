@@ -201,3 +201,22 @@ def test_an_ordinary_model_yields_its_parameters() -> None:
 def test_another_object_is_refused() -> None:
     with pytest.raises(TypeError, match="got a list; expected a model"):
         list(shardcore.stream_params([]))  # type: ignore[arg-type]
+
+
+def _of_ties(rank: int, world_size: int, stage: int) -> list[bool]:
+    """Return whether weights halfway between two of bfloat16 are rounded away from zero."""
+    model = make_net()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(-1 - 2**-8)
+    model, _ = shardcore.shard(model, None, stage)
+    found = shardcore.stream_params(model, dtype=torch.bfloat16)
+    return [bool((value == -1 - 2**-7).all()) for _, value in found]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_ties_are_rounded_as_a_step_rounds_them(stage: int) -> None:
+    assert bool((torch.tensor(-1 - 2**-8).bfloat16() == -1).all()), "torch rounds to even"
+    for ties in run_ranks(2, _of_ties, stage):
+        assert len(ties) == 22
+        assert all(ties)
