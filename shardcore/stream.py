@@ -8,7 +8,7 @@ How values are gathered: engine/full_weights.py. Names and conversions are those
 import logging
 from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
@@ -25,7 +25,7 @@ from shardcore.checkpoint.save_pretrained import (
     is_transformers,
 )
 from shardcore.engine.agreement import together
-from shardcore.engine.bucket import Managed, rounded
+from shardcore.engine.bucket import Managed, follow, rounded, stream_now
 from shardcore.engine.engine import Engine
 from shardcore.engine.full_weights import (
     Chunk,
@@ -92,8 +92,9 @@ def stream_params(
             merged into their base, a unit at a time, and quantized weights become floats. The model
             itself does not change. dtype=None means the dtype of each base weight.
 
-    Tensors may be views of the model's weights: do not edit them. A tensor that is kept has its own
-    values at stage 3; at stages 0 to 2 the next step changes it.
+    Call this on the CUDA stream that trains, and take tensors on any. Tensors may be views of the
+    model's weights: do not edit them. A tensor that is kept has its own values at stage 3; at
+    stages 0 to 2 the next step changes it.
 
     Raises:
         ValueError, TypeError, NotImplementedError: For arguments, on every rank.
@@ -102,9 +103,26 @@ def stream_params(
     options = _Options(dtype, bucket_bytes, names, only_trainable, merge_adapters)
     engine = _engine_of(model)
     if engine is None:
-        alone = _Plan(model, None, options)
-        yield from alone.tensors(alone.values(()), device)
-        return
+        return _of_ordinary(model, options, device)
+    # now: the first tensor may be taken on another stream than this, which trains
+    home = stream_now(engine.device)
+    return _made_on(home, _of_sharded(model, engine, options, ranks, device))
+
+
+def _of_ordinary(
+    model: nn.Module, options: "_Options", device: torch.device | str | None
+) -> Iterator[tuple[str, torch.Tensor]]:
+    alone = _Plan(model, None, options)
+    yield from alone.tensors(alone.values(()), device)
+
+
+def _of_sharded(
+    model: nn.Module,
+    engine: Engine,
+    options: "_Options",
+    ranks: Sequence[int] | None,
+    device: torch.device | str | None,
+) -> Generator[tuple[str, torch.Tensor]]:
     made: list[tuple[_Plan, set[int]]] = []
 
     def plan() -> str:
@@ -114,7 +132,7 @@ def stream_params(
         made.append((_Plan(model, engine, options), _receivers(engine, ranks)))
         engine.updater.accept_weight_edits()
         metadata = [(m.name, [*m.shape], str(m.dtype)) for m in made[0][0].metadata]
-        return f"that of {metadata}, on ranks {ranks}, by {bucket_bytes} bytes"
+        return f"that of {metadata}, on ranks {ranks}, by {options.bucket_bytes} bytes"
 
     engine.agree(_OP, plan)
     chosen, receivers = made.pop()
@@ -137,6 +155,28 @@ def param_metadata(
     """
     options = _Options(dtype, bucket_bytes, names, only_trainable, merge_adapters)
     return _Plan(model, _engine_of(model), options).metadata
+
+
+def _made_on(
+    home: torch.cuda.Stream | None, items: Generator[tuple[str, torch.Tensor]]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Make items on the CUDA stream `home`, whichever takes them: vLLM's sender packs tensors on
+    streams of its own, which do not wait for the last step.
+    """
+    if home is None:
+        yield from items
+        return
+    with closing(items):
+        while True:
+            with torch.cuda.stream(home):
+                item = next(items, None)
+            if item is None:
+                return
+            if item[1].is_cuda:
+                follow(home, item[1].device)
+                item[1].record_stream(torch.cuda.current_stream(item[1].device))
+            yield item
+            del item
 
 
 class _LeftEarlyError(RuntimeError):

@@ -1,5 +1,6 @@
 """stream_params: the full weights of a sharded model, unit by unit, and their metadata."""
 
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +10,7 @@ from torch import nn
 
 import shardcore
 from tests.support.models import batch_of, error_of, hash_of_training, loss_of, made, make_net
+from tests.support.pretend_cuda import DEVICE, run_pretended, why_not
 from tests.support.ranks import run_ranks
 from tests.support.slices import mesh_of, sharded_lm, train_lm
 
@@ -220,3 +222,38 @@ def test_ties_are_rounded_as_a_step_rounds_them(stage: int) -> None:
     for ties in run_ranks(2, _of_ties, stage):
         assert len(ties) == 22
         assert all(ties)
+
+
+def _bytes_of(value: torch.Tensor) -> torch.Tensor:
+    return value.reshape(-1).view(torch.uint8)
+
+
+def _by_a_sender(rank: int, world_size: int, stage: int) -> bool:
+    """Take and pack tensors as vLLM's sender does: on two streams, which wait for nothing."""
+    model = make_net()
+    optimizer = shardcore.FusedAdam(model.parameters(), lr=1e-2)
+    model, optimizer = shardcore.shard(model, optimizer, stage, precision="bf16")
+    x, y = (value.to(DEVICE) for value in batch_of(0, 0, rank))
+    ((model(x).float() - y) ** 2).mean().backward()
+    optimizer.step()
+    side, packed = [torch.cuda.Stream() for _ in range(2)], []
+    values = shardcore.stream_params(model, bucket_bytes=300)
+    while True:
+        with torch.cuda.stream(side[len(packed) % 2]):
+            parts = [_bytes_of(value) for _, value in islice(values, 3)]
+            if not parts:
+                break
+            packed.append(torch.cat(parts))
+            del parts
+    for stream in side:
+        stream.synchronize()
+    expected = torch.cat([_bytes_of(value) for value in of_forward(model).values()])
+    return torch.equal(torch.cat(packed), expected)
+
+
+@pytest.mark.more
+@pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+@pytest.mark.parametrize("stage", [2, 3])
+def test_tensors_are_taken_on_any_cuda_stream(stage: int) -> None:
+    """The pretended GPU raises where a stream reads what another may not have written."""
+    assert run_pretended(2, _by_a_sender, stage) == [True, True]
