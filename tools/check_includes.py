@@ -72,13 +72,14 @@ OTHERS = {
     # Python
     *("_current_frames", "_exit", "_option_string_actions", "_replace", "_run_exitfuncs"),
     "_shutdown",
-    # transformers, PEFT, accelerate and lightning
+    # transformers, PEFT, TRL, accelerate and lightning
     *("_adjust_missing_and_unexpected_keys", "_attn_implementation", "_init_weights"),
     "_cache_pop",
     *("_hf_peft_config_loaded", "_keys_to_ignore_on_save"),
     *("_keys_to_ignore_on_load_missing", "_n_gpu", "_supports_attention_backend", "_tp_plan"),
     *("_hf_hook", "_initialize_missing_keys", "_is_accelerate_prepared", "_is_hf_initialized"),
     *("_load_pretrained_model", "_models", "_optimizers", "_weight_conversions"),
+    "_weight_metadata",
     *("_after_closure", "_forward_redirection", "_layer_sync"),
     # DeepSpeed, and ours
     *("_autotp_size", "_z3_leaf", "_of_adapters", "_sliced_over"),

@@ -40,6 +40,7 @@ from shardcore.deepspeed.params import name_sharded_params
 from shardcore.deepspeed.pipe_engine import PipelineEngine
 from shardcore.deepspeed.pipe_module import PipelineModule
 from shardcore.deepspeed.training_engine import ForwardEngine, TrainingEngine, supersede
+from shardcore.deepspeed.trl import stream_to_vllm
 from shardcore.distributed.comm import Comm
 from shardcore.distributed.compare import Entry
 from shardcore.distributed.groups import use_own_gpu
@@ -286,6 +287,7 @@ def initialize(
     if settings.gradient_allreduce_op == "sum":
         engine_of(model).sum_gradients()
     cast_buffers(model, settings)
+    stream_to_vllm()
     if settings.stage == 3:
         name_sharded_params()
         stream_saves()

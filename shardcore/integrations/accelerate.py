@@ -28,6 +28,7 @@ from shardcore.checkpoint.load import load
 from shardcore.checkpoint.materialize import required
 from shardcore.checkpoint.save import save
 from shardcore.checkpoint.save_pretrained import first_names, save_weights
+from shardcore.deepspeed.trl import stream_to_vllm
 from shardcore.engine.engine import Engine, engine_behind
 from shardcore.engine.pieces import has_piece
 from shardcore.optim import clip_grad_norm_
@@ -187,6 +188,7 @@ class ShardcoreAccelerator(Accelerator):
         return optimizer
 
     def _shard(self, model: nn.Module, optimizer: Any) -> tuple[nn.Module, Any]:
+        stream_to_vllm()  # of TRL's trainers
         options = dict(self.shard_options)
         # a model of init_empty_weights may be a pretrained one: no random weights in silence
         options.setdefault("materialize", required)

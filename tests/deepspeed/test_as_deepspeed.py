@@ -25,6 +25,7 @@ from tests.support.huggingface import launched, save_tiny_llama, tiny_gpt2  # no
 from tests.support.models import error_of  # noqa: E402
 from tests.support.ranks import run_fresh, run_ranks, start  # noqa: E402
 from tests.support.scripts import environment, run_here  # noqa: E402
+from tests.support.vllm_trainers import save_tiny_model  # noqa: E402
 
 PROGRAM = """
 import importlib.metadata, importlib.util
@@ -70,7 +71,10 @@ if __name__ == "__main__":
     from accelerate.state import AcceleratorState, GradientState, PartialState
     from transformers import AutoModelForCausalLM, GPT2LMHeadModel, HfArgumentParser, LlamaForCausalLM, Trainer
     if len(sys.argv) > 1:
-        import datasets, peft
+        import datasets, peft, shardcore
+        sys.path.insert(1, os.path.dirname(os.path.dirname(shardcore.__file__)))
+        from tests.support.vllm_trainers import use_stand_in
+        use_stand_in()
         from trl import DPOTrainer, GRPOTrainer, SFTTrainer
     check_names()
     PartialState._prepare_backend = lambda self, cpu, sagemaker, backend=None: ("gloo", None)
@@ -207,6 +211,19 @@ trainer = GRPOTrainer(
     processing_class=PreTrainedTokenizerFast(tokenizer_object=words, eos_token="w1", pad_token="w2", padding_side="left"),
 )
 trainer.train()
+finish(trainer)
+"""
+VLLM = """
+import pytest
+from trl import GRPOConfig, GRPOTrainer
+from tests.support.vllm_trainers import connect, train_with_vllm
+
+(args,) = HfArgumentParser(GRPOConfig).parse_args_into_dataclasses()
+with pytest.MonkeyPatch.context() as patch:
+    connect(patch, "saved")
+    trainer, compared = train_with_vllm(GRPOTrainer, args, "saved", lora=args.vllm_mode == "colocate")
+receives = args.vllm_mode == "colocate" or args.process_index == 0
+assert compared == receives * args.max_steps * len([*tiny().parameters()]), compared
 finish(trainer)
 """
 ULYSSES = """
@@ -469,10 +486,15 @@ GRPO_WORDS = (
     "--beta",
     "0.1",
 )
+SERVER = ("--use_vllm", "1", "--vllm_mode", "server")
+COLOCATE = ("--use_vllm", "1", "--vllm_mode", "colocate", "--vllm_enable_sleep_mode", "1")
 WITH_TRL: dict[str, Run] = {
     "lora": (SFT, config(3), FLOAT32),
     "dpo": (DPO, config(3), (*FLOAT32, *ONCE)),
     "GRPO": (GRPO, config(3), GRPO_WORDS),
+    "vllm_server": (VLLM, config(3), (*GRPO_WORDS, *SERVER)),
+    "vllm_lora": (VLLM, config(3), (*GRPO_WORDS, *COLOCATE)),
+    "vllm_lora_2": (VLLM, config(2), (*GRPO_WORDS, *COLOCATE)),
 }
 WITH_4_BITS: dict[str, Run] = {
     "qlora": (QLORA, config(3), ONCE),
@@ -502,7 +524,7 @@ def resumed(name: str, text: str, ds: dict[str, Any], words: tuple[str, ...]) ->
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """What all trainings have left, of one start."""
     folder = tmp_path_factory.mktemp("runs")
-    tiny_gpt2().save_pretrained(folder / "saved")
+    save_tiny_model(folder / "saved")
     save_tiny_llama(folder / "llama")
     libraries = LIBRARIES if all(map(importlib.util.find_spec, LIBRARIES)) else ()
     runs = RUNS | (WITH_TRL if libraries else {})
@@ -636,3 +658,11 @@ def test_trl_that_generates_while_it_trains_at_stage_3(
     assert with_trl["GRPO"]["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-5), (
         "the same texts were generated"
     )
+
+
+@pytest.mark.more
+def test_vllm_has_the_weights_of_forward(with_trl: dict[str, Any]) -> None:
+    """The scripts compare them at each step."""
+    for name in ("vllm_server", "vllm_lora"):
+        assert min(with_trl[name]["grad_norm"]) > 0.0
+    assert with_trl["vllm_lora"]["grad_norm"] == with_trl["vllm_lora_2"]["grad_norm"]

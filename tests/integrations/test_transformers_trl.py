@@ -11,12 +11,11 @@ peft = pytest.importorskip("peft", reason="tests with PEFT")
 trl = pytest.importorskip("trl", reason="tests with TRL")
 
 import datasets  # noqa: E402
-from tokenizers import Tokenizer, models, pre_tokenizers  # noqa: E402
 
 from shardcore.engine.pieces import has_piece  # noqa: E402
 from shardcore.integrations.transformers import ShardcoreArgumentsMixin, ShardcoreTrainerMixin  # noqa: E402
 from shardcore.optim.interface import engine_of  # noqa: E402
-from tests.support.huggingface import LORA, VOCAB, launched, rows, tiny_gpt2  # noqa: E402
+from tests.support.huggingface import LORA, launched, rows, tiny_gpt2, tiny_tokenizer  # noqa: E402
 from tests.support.ranks import run_ranks  # noqa: E402
 
 CONFIG: dict[str, Any] = {
@@ -33,15 +32,6 @@ class Sharded(ShardcoreTrainerMixin, trl.SFTTrainer):
 
 class Arguments(ShardcoreArgumentsMixin, trl.SFTConfig):
     pass
-
-
-def _tokenizer() -> Any:
-    words = models.WordLevel({f"w{index}": index for index in range(VOCAB)}, unk_token="w3")
-    tokenizer = Tokenizer(words)
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="w1", pad_token="w2"
-    )
 
 
 def _text(ids: Any) -> str:
@@ -75,7 +65,7 @@ def _sft(
             train_dataset=datasets.Dataset.from_list(
                 [{"input_ids": row["input_ids"].tolist()} for row in rows(32)]
             ),
-            processing_class=_tokenizer(),
+            processing_class=tiny_tokenizer(),
             peft_config=peft.LoraConfig(**LORA),
         )
         base = trainer.model.get_base_model()
@@ -141,7 +131,7 @@ def _by_name(
             train_dataset=datasets.Dataset.from_list(
                 [{"input_ids": ids.tolist()} for ids in samples] if kind == "SFT" else pairs
             ),
-            processing_class=_tokenizer(),
+            processing_class=tiny_tokenizer(),
         )
         in_pieces = all(map(has_piece, trainer.model.parameters()))
         reference: Any = engine_of(getattr(trainer, "ref_model", None))

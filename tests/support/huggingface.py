@@ -83,6 +83,17 @@ def tiny_gpt2(seed: int = 0) -> Any:
     )
 
 
+def tiny_tokenizer() -> Any:
+    """Return a tokenizer of the words " w0" to " w39" for tiny_gpt2."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = models.WordLevel({f"w{index}": index for index in range(VOCAB)}, unk_token="w3")
+    tokenizer = Tokenizer(words)
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w1", pad_token="w2")
+
+
 def forget_deepspeed() -> None:
     """Forget an installed DeepSpeed that another test's libraries have imported in this process."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "deepspeed"]:
