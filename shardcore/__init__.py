@@ -23,6 +23,7 @@ from shardcore.checkpoint.load import Loaded, load
 from shardcore.checkpoint.save import save
 from shardcore.deepspeed import names
 from shardcore.deepspeed.initialize import initialize
+from shardcore.engine.away import offload_states, reload_states
 from shardcore.engine.hooks import register_forward_method
 from shardcore.engine.loss_scale import LossScale
 from shardcore.engine.memory_report import MemoryReport, memory_report
@@ -69,8 +70,10 @@ __all__ = [
     "memory_report",
     "no_sync",
     "notebook_launcher",
+    "offload_states",
     "param_metadata",
     "register_forward_method",
+    "reload_states",
     "resume",
     "save",
     "shard",

@@ -37,6 +37,8 @@ GROUPS = {
         "no_sync",
         "memory_report",
         "MemoryReport",
+        "offload_states",
+        "reload_states",
     ),
     "Training loops": ("EMA", "join", "register_forward_method", "unfreeze"),
     "Activations": (

@@ -43,6 +43,11 @@ from shardcore.optim.interface import EngineRef, Superseded, engine_of
 from shardcore.optim.tensor_lists import DeviceScale, DeviceState
 from shardcore.torch_private import IS_REPLICA, active_ddp
 
+WEIGHTS_AWAY = (
+    "are in host memory since shardcore.offload_states(model); expected "
+    "shardcore.reload_states(model) before they are used"
+)
+
 
 class Engine:
     """Runs gradients, steps and state dicts of one sharded model. Not copied or pickled with the
@@ -141,6 +146,8 @@ class Engine:
         self.save_staging: torch.Tensor | None = None
         # where states of the device are, between offload_states and reload_states
         self._aside: _C.HostTier | None = None
+        # the weights in host memory (engine/away.py), if they are there
+        self.weights_away: object | None = None
         self.state_io = OptimizerStateIO(self.updater, groups, self.full_tensors)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
@@ -210,13 +217,19 @@ class Engine:
         if self.unsharder is not None and any(unit.pins for unit in self.unsharder.units):
             raise ValueError(f"{op}: called inside full_params; expected it after the block")
 
+    def refuse_away(self, op: str) -> None:
+        """Raise ValueError between offload_states(model) and reload_states(model)."""
+        if self.weights_away is not None:
+            raise ValueError(f"{op}: the weights {WEIGHTS_AWAY}")
+
     # --- what hooks of the model call (engine/hooks.py) -------------------------------------------
 
     @property
     def active_unsharder(self) -> Unsharder | None:
         """What gathers weights around their use; None if none has to be (inside `full_params`,
-        unless backward follows).
+        unless backward follows). ValueError where nothing can be.
         """
+        self.refuse_away("forward")
         unsharder = self.unsharder
         return (
             None
@@ -226,6 +239,7 @@ class Engine:
 
     def begin_forward(self, module: nn.Module) -> None:
         """Begin a forward of the whole model."""
+        self.refuse_away("forward")
         if torch.is_grad_enabled():
             self._refuse_wrappers(module)
             self.reducer.settle()
@@ -460,6 +474,7 @@ class Engine:
                 "with float16, and no scaler with bfloat16; steps with a non-finite gradient are "
                 "skipped"
             )
+        self.refuse_away("step")
         if self._on_device is not None and self._on_device.away:
             raise ValueError(
                 "step: the optimizer's states are in host memory since offload_states(); expected "
@@ -676,7 +691,7 @@ class Engine:
         attempt(
             problems, self.reducer.settle, partial(self.settle, counts=True), self._settle_commits
         )
-        attempt(problems, partial(self.updater.refuse_swapped, op))
+        attempt(problems, partial(self.refuse_away, op), partial(self.updater.refuse_swapped, op))
         if not problems:
             attempt(problems, collect)
         count = self.reducer.count if of_grads else 0

@@ -34,6 +34,7 @@ def full_params(engine: Engine, params: set[nn.Parameter]) -> Iterator[None]:
 
     Raises ValueError on all ranks, with the weights as before, if they are not.
     """
+    engine.refuse_away("full_params")
     if engine.unsharder is None:
         yield
         return
@@ -53,6 +54,7 @@ def gathered(
     modifier_rank.
     """
     unsharder, op = engine.unsharder, f"GatheredParameters(modifier_rank={modifier_rank})"
+    engine.refuse_away(op)
     source = None if modifier_rank is None else engine.comm.rank_of(op, modifier_rank)
     versions: list[int] = []
 

@@ -114,6 +114,7 @@ def report_now(engine: Engine) -> MemoryReport:
                 0 if host_grads is None else host_grads.scratch_bytes,
                 engine.reducer.buffers_of,
                 frozen=[param for _, param in engine.unmanaged if param not in engine.managed],
+                frozen_tier="device" if engine.weights_away is None else "cpu",
             )
         )
     )
@@ -128,12 +129,13 @@ def memory_lines(
     grad_staging_bytes: int,
     local_grads: Callable[[Bucket], Sequence[torch.Tensor]],
     frozen: Sequence[torch.Tensor],
+    frozen_tier: str = "device",
 ) -> Iterator[MemoryLine]:
     """Yield what an engine of these parts keeps, on any device (shardcore.estimate asks on meta).
 
     pool: the reducer's; gathered: of unsharded weights, None where they are resident;
     grad_staging_bytes: of gradients that are added in host memory; local_grads: the buffers of a
-    bucket's; frozen: weights in no bucket.
+    bucket's; frozen: weights in no bucket, which are on `frozen_tier`.
     """
     pooled = pool.allocated_bytes
     for bucket in buckets:
@@ -150,7 +152,7 @@ def memory_lines(
                 yield MemoryLine(
                     unit, "master" if key in ("master", "remainder") else "states", tier, size
                 )
-    yield MemoryLine("frozen", "weights", "device", sum(param.nbytes for param in frozen))
+    yield MemoryLine("frozen", "weights", frozen_tier, sum(param.nbytes for param in frozen))
     if gathered is not None:
         yield MemoryLine(
             "shared", "weights", "device", gathered.allocated_bytes + store.weight_scratch_bytes

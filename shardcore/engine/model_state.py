@@ -89,6 +89,7 @@ def begin_load(engine: Engine, params: Sequence[nn.Parameter]) -> None:
     """Begin a load_state_dict of a module that has `params`. Where steps are committed,
     collective (see `end_load`).
     """
+    engine.refuse_away("load_state_dict")
     engine.updater.refuse_swapped("load_state_dict")
     if engine.gathered.covers(params, spread=True):
         engine.synchronize()

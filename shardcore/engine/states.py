@@ -112,6 +112,9 @@ class StateStore(Protocol):
         None: nothing any more.
         """
 
+    def forget_weights(self) -> None:
+        """Keep no view of the weights of earlier steps: they are about to move."""
+
     def stored(self, bucket: Bucket) -> Iterator[tuple[str, str, int]]:
         """Yield (tier, key, bytes) of each tensor that keeps the bucket's states."""
 
@@ -227,6 +230,10 @@ class DeviceStore:
 
     def watch(self, before_change: Callable[[], object] | None) -> None:
         """See StateStore: there are none in host memory."""
+
+    def forget_weights(self) -> None:
+        """See StateStore."""
+        self._lists.clear()
 
     @property
     def on_device(self) -> "DeviceStore":

@@ -305,6 +305,12 @@ class CpuStore:
         """See StateStore."""
         self._before_change = before_change
 
+    def forget_weights(self) -> None:
+        """See StateStore."""
+        self._parts.clear()
+        if self.on_device is not None:
+            self.on_device.forget_weights()
+
     def _wait_to_change(self) -> None:
         if (before_change := self._before_change) is not None:  # another thread may end it
             before_change()

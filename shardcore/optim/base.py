@@ -362,7 +362,7 @@ class ShardableOptimizer(torch.optim.Optimizer):
         )
         if strange := [name for name in chosen if name not in OFFLOADABLE]:
             hint = (
-                ' (weights stay; offload={"params": "cpu"} keeps them in host memory)'
+                " (weights stay; shardcore.offload_states(model) moves them, too)"
                 if "lp_params" in strange
                 else ""
             )
