@@ -52,8 +52,9 @@ from shardcore.deepspeed.monitor import MonitorMaster
 from shardcore.deepspeed.training_engine import TrainingEngine
 from shardcore.deepspeed.zero_init import Init, gathered_parameters
 from shardcore.distributed.comm import Comm
-from shardcore.engine.engine import Engine
+from shardcore.engine.engine import Engine, engine_behind
 from shardcore.engine.pieces import ZeroParamStatus
+from shardcore.extras.generation import fits_whole, generate_together
 from shardcore.optim import CPUAdam, FusedAdam, Lion, ShardableOptimizer
 
 logger = logging.getLogger("shardcore")
@@ -252,10 +253,15 @@ def _cloned(item: Any, device: torch.device | str, copies: dict[Any, torch.Tenso
 
 @contextmanager
 def unwrap_model_for_generation(model: Any) -> Iterator[Any]:
-    """Yield the engine that initialize returned, with its weights unsharded inside the context.
-    Collective.
+    """Yield the engine that initialize returned, to generate inside the context. Collective.
+
+    All weights are unsharded, if they take at most half of the free memory of each rank. Else each
+    forward gathers one unit after the other, and all ranks have to run the same number of forwards.
+    `generate` of transformers' models does so.
     """
-    with gathered_parameters(model.module):
+    engine = engine_behind("unwrap_model_for_generation", model.module)
+    generate_together(model.module, engine)
+    with gathered_parameters(model.module, enabled=fits_whole(engine)):
         yield model
 
 

@@ -325,6 +325,11 @@ class Unsharder:
             reason=_COMPILE_BLOCKS,
         )
 
+    @property
+    def copies_apart(self) -> bool:
+        """Whether full weights take memory beside the shards."""
+        return self._gatherer.copies_apart
+
     def note_profile(self, runs: bool) -> None:
         """Let the errors of sharded weights name a profiler that reads them, while it runs."""
         for (bucket, _), (tensors, _, messages) in self._lent.items():

@@ -31,6 +31,7 @@ from shardcore.checkpoint.save_pretrained import first_names, save_weights
 from shardcore.deepspeed.trl import stream_to_vllm
 from shardcore.engine.engine import Engine, engine_behind
 from shardcore.engine.pieces import has_piece
+from shardcore.extras.generation import generate_together
 from shardcore.optim import clip_grad_norm_
 from shardcore.optim.interface import engine_of
 from shardcore.options import GROUPS, OPTIONS, check_names, dtype_name
@@ -204,13 +205,13 @@ class ShardcoreAccelerator(Accelerator):
         if optimizer is None:
             forward = {name: value for name, value in options.items() if name in _WITHOUT_OPTIMIZER}
             sharded = shard_and_log(model, None, **forward)
-            _GeneratesTogether.mark(model)
+            generate_together(model, engine_behind("prepare", model))
             return sharded
         options.setdefault("accumulate", self.gradient_accumulation_steps)
         if self.gradient_state.plugin_kwargs.get("sync_each_batch", False):
             options.setdefault("sync_each", True)
         sharded = shard_and_log(model, optimizer, **options)
-        _GeneratesTogether.mark(model)
+        generate_together(model, engine_behind("prepare", model))
         prepared = [each.optimizer for each in self._optimizers]
         if sum(map(_scales, [*prepared, sharded[1]])) > 1:
             raise ValueError(
@@ -352,33 +353,6 @@ class ShardcoreAccelerator(Accelerator):
         for model in self._models:
             if engine_of(model) is not None:
                 yield model, of.get(engine_of(model))
-
-
-class _GeneratesTogether:
-    """Whether transformers' `generate` has to run until all ranks are done, as with FSDP: each
-    forward gathers.
-
-    False inside full_params(model), and in a copy of the model.
-    """
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine: Engine | None = engine  # None in a deepcopy
-
-    def __bool__(self) -> bool:
-        return (
-            self.engine is not None
-            and self.engine.unsharder is not None
-            and not self.engine.unsharder.all_pinned
-        )
-
-    @classmethod
-    def mark(cls, model: nn.Module) -> None:
-        engine = engine_behind("prepare", model)
-        if engine.comm.world_size == 1 or engine.unsharder is None:
-            return
-        for module in model.modules():
-            if hasattr(module, "generate"):  # the second is for torch.compile
-                vars(module).update(_is_fsdp_managed_module=cls(engine), _fsdp_use_orig_params=True)
 
 
 class _Optimizer(AcceleratedOptimizer):
