@@ -148,6 +148,7 @@ class AdamStepper:
         keys: Sequence[tuple[int, int]] | None = None,
         exp_avg_scales: Sequence[torch.Tensor | None] | None = None,
         exp_avg_sq_scales: Sequence[torch.Tensor | None] | None = None,
+        changed: Sequence[torch.Tensor | None] | None = None,
     ) -> None:
         """Update params (and masters, exp_avgs, exp_avg_sqs, max_exp_avg_sqs) in place, in one pass
         over memory.
@@ -161,7 +162,10 @@ class AdamStepper:
         int16, the remainder that makes a bfloat16 params[i] a float32 master, lossless.
         max_exp_avg_sqs[i] (float32) given means amsgrad. hyper_index[i] picks the scalars of tensor
         i. keys[i] = (parameter index, index in the full parameter of element 0): the random key of
-        stochastic rounding. What is written shares no memory with another argument; only a float32
+        stochastic rounding. changed[i]: uint8, contiguous, a bit for each element of a 16-bit
+        params[i]; bit k % 8 of byte k / 8 is set where the step changes element k. Of a float32
+        masters[i] the element before the step is the master, rounded. What is written shares no
+        memory with another argument; only a float32
         params[i] may be its own masters[i]. DeviceScalars need keys.
         """
 

@@ -140,6 +140,17 @@ _BF16 = LoopRule(_LOADS + 2, _STORES + 2)
 _CODES = {("load", 8): 2, ("store", 8): 2, ("load", 4): 2, ("store", 4): 2}
 _8BIT = LoopRule(_LOADS, _STORES, _CODES, instructions=785, integer=415)
 
+
+def _noting(rule: LoopRule) -> LoopRule:
+    """Return the rule of a loop that notes changed weights, too: it reads the master or the weight
+    again, and writes a byte of bits.
+    """
+    narrower = {**rule.narrower, ("load", 1): 1, ("store", 1): 1}
+    instructions = None if rule.instructions is None else rule.instructions + 20
+    integer = None if rule.integer is None else rule.integer + 20
+    return LoopRule(rule.loads + 3, rule.stores, narrower, instructions, integer)
+
+
 # Every kernel, with a rule for each of its bulk loops, the lesser rules first. Those of Adam in the
 # order of kAdamForms: 8-bit moments with dtypes of weight, gradient and master; then f32, bf16 and
 # 8-bit moments with any, and any moments.
@@ -153,7 +164,7 @@ RULES: dict[str, list[LoopRule]] = {
     "adam_kernel<6>": [_F32],
     "adam_kernel<7>": [_BF16],
     "adam_kernel<8>": [_8BIT],
-    "adam_kernel<9>": [_8BIT, _BF16, _F32, _AMSGRAD],
+    "adam_kernel<9>": [_noting(rule) for rule in (_8BIT, _BF16, _F32, _AMSGRAD)],
     "device_step_kernel": [],  # tables alone
     # A loop over chunks. A lane has a float32 block's 8 loads in flight, or the 4 copies of the
     # next round of 16-bit blocks, of two dtypes. Narrower: the table of tensors, tails of single

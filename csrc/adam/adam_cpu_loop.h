@@ -3,6 +3,8 @@
 // The plain loop vectorizes; its tail is the compiler's scalar copy of the same operations, so sizes and alignments do not
 // show in the bits. Weights, gradients and 8-bit moments that are not float32 go through 256-element tiles that stay in the
 // first-level cache. What limits the speed then: docs/studies/.
+#include <cstring>
+
 #include "adam/adam_cpu.h"
 #include "adam/adam_math.h"
 #include "adam/state_codec.h"
@@ -212,6 +214,27 @@ void store_weight(const AdamSegment& t, int64_t i, int64_t n, const float* weigh
   }
 }
 
+// The 16-bit weights of a tile before its step. A float32 master rounds to them: host tiers give them no memory then.
+void words_before(const AdamSegment& t, int64_t i, int64_t n, const float* weight, uint16_t* words) {
+  if (t.master_kind == Master::f32) {
+    store_tile(words, t.param_dtype, 0, n, weight);
+  } else {
+    std::memcpy(words, static_cast<const uint16_t*>(t.param) + i, static_cast<size_t>(n) * sizeof(uint16_t));
+  }
+}
+
+// Sets the bits of the words that differ. Few do, so 8 equal ones are passed by at once.
+void mark_changed(const uint16_t* before, const uint16_t* after, int64_t n, uint8_t* bits) {
+  const auto mark = [&](int64_t i, int64_t count) {
+    for (int64_t k = 0; k < count; ++k) bits[i / 8] |= static_cast<uint8_t>((before[i + k] != after[i + k]) << k);
+  };
+  int64_t i = 0;
+  for (; i + 8 <= n; i += 8) {
+    if (std::memcmp(before + i, after + i, 8 * sizeof(uint16_t)) != 0) mark(i, 8);
+  }
+  mark(i, n - i);
+}
+
 }  // namespace
 
 void adam_span(const AdamSegment& t, const AdamScalars& s, int64_t first, int64_t last) {
@@ -221,9 +244,11 @@ void adam_span(const AdamSegment& t, const AdamScalars& s, int64_t first, int64_
   const uint64_t moments_key = state_key(param_key);
   alignas(64) float grad_tile[kBlock];
   alignas(64) float weight_tile[kBlock];
+  alignas(64) uint16_t words[kBlock];
   for_each_tile(first, last, [&](int64_t i, int64_t n) {
     const float* const g = values_or_tile(t.grad, t.grad_dtype, i, n, grad_tile);
     float* const weight = load_weight(t, i, n, weight_tile);
+    if (t.changed != nullptr) words_before(t, i, n, weight, words);
     run_tile(t, s, moments_key, g, weight, i, n, tiles);
     if (stochastic) {
       auto* const param = static_cast<uint16_t*>(t.param) + i;
@@ -234,6 +259,7 @@ void adam_span(const AdamSegment& t, const AdamScalars& s, int64_t first, int64_
     } else {
       store_weight(t, i, n, weight);
     }
+    if (t.changed != nullptr) mark_changed(words, static_cast<const uint16_t*>(t.param) + i, n, t.changed + i / 8);
   });
 }
 

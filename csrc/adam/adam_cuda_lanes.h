@@ -109,10 +109,41 @@ SHARDCORE_HD void random_octet(uint64_t key, uint64_t parent, int64_t element, O
   }
 }
 
+// Rounded to nearest.
+SHARDCORE_HD Bytes16 pack_weight(const AdamChunkView& t, const float (&p)[8]) {
+  if (t.param_dtype == DType::bf16) return pack_bf16(p);
+  Bytes16 weight;
+  SHARDCORE_UNROLL
+  for (int k = 0; k < 8; ++k) pack_16bit(weight, k, f32_to_f16(p[k]));
+  return weight;
+}
+
+// Notes which of 8 neighbours are about to change. A float32 master, not written yet, rounds to the weights. Every lane of the
+// warp calls it.
+template <typename Warp>
+SHARDCORE_HD void mark_changed(const AdamChunkView& t, int i, Octet at, int lane, const Warp& warp, const Bytes16& after) {
+  Bytes16 before;
+  if (t.master_kind == Master::f32) {
+    float p[8];
+    unpack_f32_raw(load_f32_raw(t.master, i, at), p);
+    before = pack_weight(t, p);
+    to_neighbours<2>(t, before.words, lane, warp);
+  } else {
+    before = load16(t.param + 2 * (i + 8 * lane));
+  }
+  uint32_t bits = 0;
+  SHARDCORE_UNROLL
+  for (int k = 0; k < 4; ++k) {
+    const uint32_t differs = before.words[k] ^ after.words[k];
+    bits |= ((differs & 0xffffu) != 0 ? 1u : 0u) << (2 * k) | (differs >> 16 != 0 ? 2u : 0u) << (2 * k);
+  }
+  if (bits != 0) t.changed[i / 8 + lane] |= static_cast<uint8_t>(bits);
+}
+
 template <typename Warp>
 SHARDCORE_HD void store_weight_octet(const AdamChunkView& t, int i, Octet at, int lane, const Warp& warp, const float (&p)[8]) {
-  if (t.master_kind == Master::f32) store_f32_octet(t.master, i, at, p);
   if (t.param_dtype == DType::f32) {
+    if (t.master_kind == Master::f32) store_f32_octet(t.master, i, at, p);
     store_f32_octet(t.param, i, at, p);
     return;
   }
@@ -122,13 +153,12 @@ SHARDCORE_HD void store_weight_octet(const AdamChunkView& t, int i, Octet at, in
     const int64_t element = t.first_element + i;
     random_octet(rounding_block_key(t.param_key, element), t.param_key, element, at, bits);
     weight = pack_bf16(p, [&](int k) { return bits[k] >> 16; });
-  } else if (t.param_dtype == DType::bf16) {
-    weight = pack_bf16(p);
   } else {
-    SHARDCORE_UNROLL
-    for (int k = 0; k < 8; ++k) pack_16bit(weight, k, f32_to_f16(p[k]));
+    weight = pack_weight(t, p);
   }
   to_neighbours<2>(t, weight.words, lane, warp);
+  if (t.changed != nullptr) mark_changed(t, i, at, lane, warp, weight);
+  if (t.master_kind == Master::f32) store_f32_octet(t.master, i, at, p);
   store16(t.param + 2 * (i + 8 * lane), weight);
   if (t.master_kind != Master::split) return;
   Bytes16 rest;

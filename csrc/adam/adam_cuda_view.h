@@ -25,6 +25,7 @@ struct AdamChunkView {
   float* max_exp_avg_sq;
   float* exp_avg_scale;
   float* exp_avg_sq_scale;
+  uint8_t* changed;
   int numel;
   DType param_dtype;
   DType grad_dtype;
@@ -55,6 +56,7 @@ SHARDCORE_HD AdamChunkView adam_chunk_view(const AdamSegment& t, int64_t first, 
   view.max_exp_avg_sq = form.any_dtypes ? offset_f32(t.max_exp_avg_sq, first) : nullptr;
   view.exp_avg_scale = offset_f32(t.exp_avg_scale, first / kBlock);
   view.exp_avg_sq_scale = offset_f32(t.exp_avg_sq_scale, first / kBlock);
+  view.changed = form.any_state && t.changed ? t.changed + first / 8 : nullptr;
   view.numel = static_cast<int>(t.numel - first < kAdamChunk ? t.numel - first : kAdamChunk);
   view.any_f32 = view.param_dtype == DType::f32 || view.grad_dtype == DType::f32 || view.master_kind == Master::f32 ||
                  view.state_dtype == StateDType::f32;
@@ -77,6 +79,16 @@ SHARDCORE_HD uint16_t round_16bit_weight(const AdamChunkView& t, float p, int i)
   return t.param_dtype == DType::bf16 ? f32_to_bf16(p) : f32_to_f16(p);
 }
 
+// Sets bit i of `bits`, beside other threads that set bits of the same byte.
+SHARDCORE_HD void set_bit(uint8_t* bits, int i) {
+#if defined(__CUDA_ARCH__)
+  const auto address = reinterpret_cast<uintptr_t>(bits + i / 8);
+  atomicOr(reinterpret_cast<unsigned int*>(address & ~uintptr_t{3}), 1u << (8 * (address & 3) + i % 8));
+#else
+  __atomic_fetch_or(bits + i / 8, static_cast<uint8_t>(1u << (i % 8)), __ATOMIC_RELAXED);
+#endif
+}
+
 SHARDCORE_HD float load_weight(const AdamChunkView& t, int i) {
   if (t.master_kind == Master::f32) return reinterpret_cast<const float*>(t.master)[i];
   if (t.master_kind == Master::split) {
@@ -86,6 +98,11 @@ SHARDCORE_HD float load_weight(const AdamChunkView& t, int i) {
 }
 
 SHARDCORE_HD void store_weight(const AdamChunkView& t, int i, float p) {
+  if (t.changed != nullptr) {  // a float32 master rounds to the weight, which may have no memory before the step
+    const uint16_t before = t.master_kind == Master::f32 ? round_16bit_weight(t, load_weight(t, i), i)
+                                                         : reinterpret_cast<const uint16_t*>(t.param)[i];
+    if (before != round_16bit_weight(t, p, i)) set_bit(t.changed, i);
+  }
   if (t.master_kind == Master::f32) reinterpret_cast<float*>(t.master)[i] = p;
   if (t.master_kind == Master::split) reinterpret_cast<int16_t*>(t.master)[i] = split_remainder(p);
   if (t.param_dtype == DType::f32) {

@@ -20,8 +20,9 @@ struct AdamForm {
   Master master{};
 };
 
-// Those that occur most, the more special ones first: 8-bit moments as `FusedAdam` and as `shard` (float32 sums of gradients)
-// have them. tools/check_kernels.py has a rule for each.
+// Steps that note changed weights take the last one, so that no other kernel has a test for it. Those that occur most, the more
+// special ones first: 8-bit moments as `FusedAdam` and as `shard` (float32 sums of gradients) have them. tools/check_kernels.py
+// has a rule for each.
 inline constexpr AdamForm kAdamForms[] = {
     {.state = StateDType::q8, .any_dtypes = false, .param = DType::f32, .grad = DType::f32, .master = Master::none},
     {.state = StateDType::q8, .any_dtypes = false, .param = DType::bf16, .grad = DType::bf16, .master = Master::none},
@@ -38,7 +39,7 @@ constexpr int kNumAdamForms = static_cast<int>(std::size(kAdamForms));
 
 inline bool fits(const AdamForm& form, const AdamSegment& t) {
   if (form.any_state) return true;
-  if (t.max_exp_avg_sq || t.state_dtype != form.state) return false;
+  if (t.max_exp_avg_sq || t.changed || t.state_dtype != form.state) return false;
   return form.any_dtypes || (t.param_dtype == form.param && t.grad_dtype == form.grad && t.master_kind == form.master);
 }
 

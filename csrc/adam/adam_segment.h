@@ -31,6 +31,7 @@ struct AdamSegment {
   float* max_exp_avg_sq;  // null: no amsgrad; only with float32 states
   float* exp_avg_scale;   // q8 only: one for each 256 elements
   float* exp_avg_sq_scale;
+  uint8_t* changed;  // null; or, of 16-bit weights, a bit each (i % 8 of byte i / 8), which a step sets where it changes them
   int64_t numel;
   uint64_t param_index;   // random key of stochastic rounding: which parameter,
   int64_t first_element;  // and which of its elements is element 0 here (blocks of q8 start here)

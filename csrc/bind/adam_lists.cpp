@@ -55,7 +55,8 @@ class SegmentReader {
     t_.exp_avg_sq_scale = read_scale("exp_avg_sq_scales", lists_.exp_avg_sq_scales);
     if (given(lists_.max_exp_avg_sqs)) read_maximum();
     if (given(lists_.masters)) read_master();
-    t_.aligned16 = is_aligned16(t_.param, t_.grad, t_.exp_avg, t_.exp_avg_sq, t_.master, t_.max_exp_avg_sq);
+    if (given(lists_.changed)) read_changed();
+    t_.aligned16 = is_aligned16(t_.param, t_.grad, t_.exp_avg, t_.exp_avg_sq, t_.master, t_.max_exp_avg_sq, t_.changed);
     return t_;
   }
 
@@ -138,6 +139,18 @@ class SegmentReader {
     t_.master_kind = split ? Master::split : Master::f32;
   }
 
+  void read_changed() {
+    const at::Tensor& bits = lists_.changed[i_];
+    const Where where = at("changed");
+    check_layout(where, bits, device_);
+    check_dtype(where, bits, at::kByte, "a bit for each weight");
+    if (t_.param_dtype == DType::f32) value_error(where, "a tensor; expected None (only 16-bit weights have bits)");
+    if (bits.numel() != (t_.numel + 7) / 8) {
+      value_error(where, bits.numel(), " elements; expected ", (t_.numel + 7) / 8, " (a bit for each element of params)");
+    }
+    t_.changed = static_cast<uint8_t*>(bits.data_ptr());
+  }
+
   template <typename... Pointers>
   static bool is_aligned16(const Pointers*... data) {
     return ((reinterpret_cast<uintptr_t>(data) | ...) & 15u) == 0;
@@ -188,7 +201,7 @@ PyAdamLists make_adam_lists(const py::handle& params, const py::handle& exp_avgs
                             const py::handle& hyper_index, const py::object& masters, const py::object& max_exp_avg_sqs,
                             const py::object& keys, const py::object& exp_avg_scales, const py::object& exp_avg_sq_scales) {
   PyAdamLists kept{adam_lists_of(params, exp_avgs, exp_avg_sqs, hyper_index, masters, max_exp_avg_sqs, keys, exp_avg_scales,
-                                 exp_avg_sq_scales)};
+                                 exp_avg_sq_scales, py::none())};
   const TensorList& list = kept.lists.params;
   for (size_t i = 0; i < list.size(); ++i) kept.param_kinds.push_back(format_of(list[i]));
   if (!list.empty()) kept.device = list[0].device();
@@ -325,7 +338,8 @@ void make_collectable(PyHeapTypeObject* heap_type) {
 
 AdamLists adam_lists_of(const py::handle& params, const py::handle& exp_avgs, const py::handle& exp_avg_sqs,
                         const py::handle& hyper_index, const py::object& masters, const py::object& max_exp_avg_sqs,
-                        const py::object& keys, const py::object& exp_avg_scales, const py::object& exp_avg_sq_scales) {
+                        const py::object& keys, const py::object& exp_avg_scales, const py::object& exp_avg_sq_scales,
+                        const py::object& changed) {
   AdamLists lists;
   lists.params = tensors_of(kStepOp, "params", params);
   const size_t count = lists.params.size();
@@ -341,6 +355,7 @@ AdamLists adam_lists_of(const py::handle& params, const py::handle& exp_avgs, co
   lists.max_exp_avg_sqs = read("max_exp_avg_sqs", max_exp_avg_sqs, true);
   lists.exp_avg_scales = read("exp_avg_scales", exp_avg_scales, true);
   lists.exp_avg_sq_scales = read("exp_avg_sq_scales", exp_avg_sq_scales, true);
+  lists.changed = read("changed", changed, true);
   lists.hyper_index = hyper_index.cast<std::vector<int64_t>>();
   if (keys.is_none()) return lists;
   for (const auto& [index, first] : keys.cast<std::vector<std::pair<uint64_t, int64_t>>>())
@@ -354,9 +369,9 @@ AdamSegment segment_of(const AdamLists& lists, const TensorList& grads, size_t i
 }
 
 void check_overlap(const AdamLists& lists, const std::vector<AdamSegment>& segments) {
-  enum Name { params, grads, exp_avgs, exp_avg_sqs, masters, max_exp_avg_sqs, exp_avg_scales, exp_avg_sq_scales };
-  constexpr const char* kNames[] = {"params",  "grads",           "exp_avgs",       "exp_avg_sqs",
-                                    "masters", "max_exp_avg_sqs", "exp_avg_scales", "exp_avg_sq_scales"};
+  enum Name { params, grads, exp_avgs, exp_avg_sqs, masters, max_exp_avg_sqs, exp_avg_scales, exp_avg_sq_scales, changed };
+  constexpr const char* kNames[] = {"params",          "grads",          "exp_avgs",          "exp_avg_sqs", "masters",
+                                    "max_exp_avg_sqs", "exp_avg_scales", "exp_avg_sq_scales", "changed"};
   std::vector<MemoryRange> ranges;
   ranges.reserve(4 * segments.size());
   const auto add = [&](Name name, size_t i, const void* data, int64_t size_bytes) {
@@ -375,6 +390,7 @@ void check_overlap(const AdamLists& lists, const std::vector<AdamSegment>& segme
     add(max_exp_avg_sqs, i, t.max_exp_avg_sq, t.numel * 4);
     add(exp_avg_scales, i, t.exp_avg_scale, blocks_of(t.numel) * 4);
     add(exp_avg_sq_scales, i, t.exp_avg_sq_scale, blocks_of(t.numel) * 4);
+    add(changed, i, t.changed, (t.numel + 7) / 8);
   }
   if (const auto found = find_shared(std::move(ranges))) {
     const auto& [first, second] = *found;

@@ -21,22 +21,23 @@ struct AdamKey {
 
 // All that the steps of one list of tensors have in common: every list but the gradients.
 struct __attribute__((visibility("hidden"))) AdamLists {
-  TensorList params, exp_avgs, exp_avg_sqs, masters, max_exp_avg_sqs, exp_avg_scales, exp_avg_sq_scales;
+  TensorList params, exp_avgs, exp_avg_sqs, masters, max_exp_avg_sqs, exp_avg_scales, exp_avg_sq_scales, changed;
   std::vector<int64_t> hyper_index;
   std::vector<AdamKey> keys;  // empty: none
 
   // How errors number index i: as its parameter, which is another one where parameters before it have no gradient.
   int64_t place_of(size_t i) const { return static_cast<int64_t>(keys.empty() ? i : keys[i].param_index); }
 
-  std::array<const TensorList*, 7> all() const {
-    return {&params, &exp_avgs, &exp_avg_sqs, &masters, &max_exp_avg_sqs, &exp_avg_scales, &exp_avg_sq_scales};
+  std::array<const TensorList*, 8> all() const {
+    return {&params, &exp_avgs, &exp_avg_sqs, &masters, &max_exp_avg_sqs, &exp_avg_scales, &exp_avg_sq_scales, &changed};
   }
 };
 
 // Reads Python's lists: types and lengths. The tensors themselves may change from step to step: segment_of checks them.
 AdamLists adam_lists_of(const py::handle& params, const py::handle& exp_avgs, const py::handle& exp_avg_sqs,
                         const py::handle& hyper_index, const py::object& masters, const py::object& max_exp_avg_sqs,
-                        const py::object& keys, const py::object& exp_avg_scales, const py::object& exp_avg_sq_scales);
+                        const py::object& keys, const py::object& exp_avg_scales, const py::object& exp_avg_sq_scales,
+                        const py::object& changed);
 
 // Checks index i of all lists and returns it as plain data, without what keys and hypers say.
 AdamSegment segment_of(const AdamLists& lists, const TensorList& grads, size_t i, at::Device device);

@@ -72,9 +72,9 @@ class __attribute__((visibility("hidden"))) AdamStepper {
   void step(const py::handle& params, const py::handle& grads, const py::handle& exp_avgs, const py::handle& exp_avg_sqs,
             const py::handle& hypers, const py::handle& hyper_index, const py::object& masters,
             const py::object& max_exp_avg_sqs, const py::object& keys, const py::object& exp_avg_scales,
-            const py::object& exp_avg_sq_scales) {
+            const py::object& exp_avg_sq_scales, const py::object& changed) {
     run(adam_lists_of(params, exp_avgs, exp_avg_sqs, hyper_index, masters, max_exp_avg_sqs, keys, exp_avg_scales,
-                      exp_avg_sq_scales),
+                      exp_avg_sq_scales, changed),
         grads, hypers);
   }
 
@@ -156,7 +156,8 @@ void bind_adam(py::module_& module) {
       .def(py::init<>())
       .def("step", &AdamStepper::step, py::arg("params"), py::arg("grads"), py::arg("exp_avgs"), py::arg("exp_avg_sqs"),
            py::arg("hypers"), py::arg("hyper_index"), py::arg("masters") = py::none(), py::arg("max_exp_avg_sqs") = py::none(),
-           py::arg("keys") = py::none(), py::arg("exp_avg_scales") = py::none(), py::arg("exp_avg_sq_scales") = py::none())
+           py::arg("keys") = py::none(), py::arg("exp_avg_scales") = py::none(), py::arg("exp_avg_sq_scales") = py::none(),
+           py::arg("changed") = py::none())
       .def("repeat", &AdamStepper::repeat, py::arg("lists"), py::arg("grads"), py::arg("hypers"));
 }
 

@@ -342,10 +342,10 @@ class PyOffloadPipeline {
                                         const py::handle& exp_avg_sqs, const py::handle& hyper_index, const py::object& masters,
                                         const py::object& max_exp_avg_sqs, const py::object& keys,
                                         const py::object& exp_avg_scales, const py::object& exp_avg_sq_scales,
-                                        const py::handle& weights, std::vector<int64_t> grad_starts, bool grads_come,
-                                        int place) {
+                                        const py::handle& weights, std::vector<int64_t> grad_starts, bool grads_come, int place,
+                                        const py::object& changed) {
     AdamLists lists = adam_lists_of(params, exp_avgs, exp_avg_sqs, hyper_index, masters, max_exp_avg_sqs, keys, exp_avg_scales,
-                                    exp_avg_sq_scales);
+                                    exp_avg_sq_scales, changed);
     constexpr const char* op = "OffloadPipeline.chunk";
     return std::make_unique<PyOffloadChunk>(copies_, std::move(lists), tensors_of(op, "grads", grads),
                                             tensors_of(op, "weights", weights, true), std::move(grad_starts), grads_come,
@@ -485,7 +485,7 @@ void bind_offload(py::module_& module) {
       .def("chunk", &PyOffloadPipeline::chunk, py::kw_only(), py::arg("params"), py::arg("grads"), py::arg("exp_avgs"),
            py::arg("exp_avg_sqs"), py::arg("hyper_index"), py::arg("masters"), py::arg("max_exp_avg_sqs"), py::arg("keys"),
            py::arg("exp_avg_scales"), py::arg("exp_avg_sq_scales"), py::arg("weights"), py::arg("grad_starts"),
-           py::arg("grads_come"), py::arg("place"))
+           py::arg("grads_come"), py::arg("place"), py::arg("changed") = py::none())
       .def("element_chunk", &PyOffloadPipeline::element_chunk, py::kw_only(), py::arg("params"), py::arg("grads"),
            py::arg("states"), py::arg("masters"), py::arg("hyper_index"), py::arg("weights"), py::arg("grad_starts"),
            py::arg("grads_come"), py::arg("place"))

@@ -141,6 +141,74 @@ std::vector<TensorSpec> every_mix(int64_t numel, int64_t misalign, bool every_hy
   return specs;
 }
 
+uint16_t word(const void* data, int64_t i) { return static_cast<const uint16_t*>(data)[i]; }
+
+// The 16-bit weights of a segment: its own, or its float32 master rounded.
+std::vector<uint16_t> words_of(const AdamSegment& t, bool of_memory) {
+  std::vector<uint16_t> words(static_cast<size_t>(t.numel));
+  for (int64_t i = 0; i < t.numel; ++i) {
+    if (t.master_kind == Master::f32 && !of_memory) {
+      store_from_f32(words.data(), t.param_dtype, i, f32(t.master)[i]);
+    } else {
+      words[static_cast<size_t>(i)] = word(t.param, i);
+    }
+  }
+  return words;
+}
+
+struct Noted {
+  bool right = true;
+  int64_t changed = 0, kept = 0;  // elements
+};
+
+// Whether exactly the bits of the weights that one step changes are set, beside those that were before.
+Noted note_changes(AdamProblem& problem, const std::vector<AdamHyper>& hypers, bool of_memory = false) {
+  problem.reset();
+  std::vector<std::vector<uint16_t>> before;
+  std::vector<std::vector<uint8_t>> bits;
+  for (const AdamSegment& t : problem.segments()) {
+    before.push_back(t.changed == nullptr ? std::vector<uint16_t>() : words_of(t, of_memory));
+    bits.emplace_back(t.changed, t.changed + (t.changed == nullptr ? 0 : (t.numel + 7) / 8));
+  }
+  problem.run_cpu(hypers);
+  Noted noted;
+  for (size_t k = 0; k < before.size(); ++k) {
+    const AdamSegment& t = problem.segments()[k];
+    for (int64_t i = 0; t.changed != nullptr && i < t.numel; ++i) {
+      const bool changes = before[k][static_cast<size_t>(i)] != word(t.param, i);
+      ++(changes ? noted.changed : noted.kept);
+      if (changes) bits[k][static_cast<size_t>(i / 8)] |= static_cast<uint8_t>(1u << (i % 8));
+    }
+    noted.right = noted.right && std::equal(bits[k].begin(), bits[k].end(), t.changed);
+  }
+  return noted;
+}
+
+TEST(adam_cpu, notes_exactly_the_weights_that_change_on_every_isa) {
+  std::vector<AdamHyper> small = various_hypers();
+  for (AdamHyper& hyper : small) hyper.lr = 1e-3;
+  Noted all;
+  for (const int64_t misalign : {0, 1, 3}) {
+    for (const int64_t numel : sizes()) {
+      std::vector<TensorSpec> specs = every_mix(numel, misalign, false);
+      const std::vector<TensorSpec> reduced = every_reduced_mix(numel, misalign);
+      specs.insert(specs.end(), reduced.begin(), reduced.end());
+      const auto seed = static_cast<uint32_t>(numel + misalign);
+      AdamProblem problem(noting_changes(specs), seed);
+      for_each_isa([&](const std::string& isa) {
+        const Noted noted = note_changes(problem, small);
+        ASSERT_TRUE(noted.right) << numel << " elements, misaligned by " << misalign << ", " << isa;
+        problem.result();  // checks the sentinels
+        all.changed += noted.changed, all.kept += noted.kept;
+      });
+      if (numel < 64) continue;
+      EXPECT_FALSE(note_changes(problem, small, true).right);  // a twin that reads weights which have no memory in host tiers
+    }
+  }
+  EXPECT_GT(all.changed, 1000);
+  EXPECT_GT(all.kept, 1000);
+}
+
 TEST(adam_cpu, every_mix_size_and_alignment_has_the_reference_bits_on_every_isa) {
   for (const int64_t misalign : {0, 1, 3}) {
     for (const int64_t numel : sizes()) {

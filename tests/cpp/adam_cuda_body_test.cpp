@@ -47,6 +47,28 @@ TEST(adam_cuda_body, has_the_cpu_bits_for_every_mix) {
   }
 }
 
+TEST(adam_cuda_body, notes_the_changed_weights_that_the_cpu_notes) {
+  std::vector<AdamHyper> hypers = various_hypers();
+  for (AdamHyper& hyper : hypers) hyper.lr = 1e-3;
+  for (const int64_t misalign : {0, 1}) {
+    for (const int64_t numel : {1, 9, 257, 8 * kAdamThreads + 3, kAdamChunk + 519}) {
+      if (kThreadSanitizer && (misalign > 0 || numel != 257)) continue;
+      std::vector<TensorSpec> specs = every_dtype_mix(numel, misalign);
+      const std::vector<TensorSpec> reduced = every_reduced_mix(numel, misalign);
+      specs.insert(specs.end(), reduced.begin(), reduced.end());
+      AdamProblem problem(noting_changes(specs), static_cast<uint32_t>(numel + misalign));
+      EXPECT_EQ(adam_form_of(problem.segments()), kNumAdamForms - 1);
+      ASSERT_TRUE(has_the_cpu_bits(problem, hypers)) << numel << " elements, misaligned by " << misalign;
+      if (numel < 257) continue;
+      const auto want = problem.result();
+      problem.reset();  // a twin that notes nothing
+      for (AdamSegment& t : problem.segments()) t.changed = nullptr;
+      problem.run_cuda_body(hypers);
+      EXPECT_NE(problem.result(), want);
+    }
+  }
+}
+
 TensorSpec spec_of(const AdamForm& form, int64_t numel) {
   return {numel, form.param, form.grad, form.master, false, 0, 0, 0, 0, form.state};
 }

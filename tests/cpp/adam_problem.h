@@ -27,7 +27,14 @@ struct TensorSpec {
   uint64_t param_index = 0;
   int64_t first_element = 0;
   StateDType state = StateDType::f32;
+  bool notes_changes = false;
 };
+
+// With bits for the weights that change, of those that can have them.
+inline std::vector<TensorSpec> noting_changes(std::vector<TensorSpec> specs) {
+  for (TensorSpec& spec : specs) spec.notes_changes = spec.param != DType::f32;
+  return specs;
+}
 
 class AdamProblem {
  public:
@@ -84,6 +91,7 @@ class AdamProblem {
         t.master = make_bytes(spec.numel, 2);
       }
       if (spec.amsgrad) t.max_exp_avg_sq = static_cast<float*>(make(DType::f32, magnitude));
+      if (spec.notes_changes) t.changed = static_cast<uint8_t*>(make_bytes((spec.numel + 7) / 8, 1));  // some are set
       segments_.push_back(t);
     }
     for (Buffer& buffer : buffers_) initial_.push_back(buffer.bytes());

@@ -106,6 +106,15 @@ STEP_VALUE_ERRORS = [
         "AdamStepper.step: max_exp_avg_sqs[0] has a tensor; expected None (amsgrad needs float32 "
         "moments)",
     ),
+    (
+        {"changed": [torch.zeros(1, dtype=torch.uint8), None]},
+        "AdamStepper.step: changed[0] has a tensor; expected None (only 16-bit weights have bits)",
+    ),
+    (
+        {"params": [ONE.bfloat16(), SIX], "changed": [torch.zeros(2, dtype=torch.uint8), None]},
+        "AdamStepper.step: changed[0] has 2 elements; expected 1 (a bit for each element of "
+        "params)",
+    ),
 ]
 
 
@@ -483,6 +492,15 @@ SHARED = [
             "keys": [(0, 0)],
         },
         "exp_avg_sq_scales[0]",
+        "params[0]",
+    ),
+    (
+        {
+            "params": [BUFFER.view(torch.bfloat16)[:8]],
+            "changed": [BUFFER.view(torch.uint8)[15:16]],
+            "keys": [(0, 0)],
+        },
+        "changed[0]",
         "params[0]",
     ),
 ]
