@@ -6,6 +6,7 @@ Every rank receives each full parameter in bfloat16, reads one element of it and
     all-gather             one all_gather_into_tensor of each block's bytes: the aim
     stream                 shardcore.stream_params at stage 3
     stream to rank 0       the same with ranks=[0]
+    changes                stream_params with changes, where 1% of the weights changed
     gathered               shardcore.zero.GatheredParameters([param]), one parameter after another
     deepspeed              deepspeed.zero.GatheredParameters([param])
     fsdp2                  DTensor.full_tensor() of each parameter
@@ -13,7 +14,7 @@ Every rank receives each full parameter in bfloat16, reads one element of it and
 
 All models are in the same processes, and cases take turns in random order. seconds: of the slowest
 rank. extra: by how much the anonymous memory of a rank grows, at most, over the bytes of the
-largest unit.
+largest unit. sent: the bytes that a rank sends, of those of a whole sync (shardcore only).
 """
 
 import argparse
@@ -45,6 +46,7 @@ CASES = (
     "all-gather",
     "stream",
     "stream to rank 0",
+    "changes",
     "gathered",
     "deepspeed",
     "fsdp2",
@@ -71,7 +73,19 @@ def take(value: torch.Tensor) -> None:
     value.view(-1)[-1].item()
 
 
-def of_shardcore(model: nn.Module) -> dict[str, Callable[[], None]]:
+def counted(sharded: Any, case: Callable[[], None]) -> Callable[[], int]:
+    """Return a case that returns the bytes that this rank has sent."""
+    sent = sharded._shardcore_engine.comm.sent
+
+    def run() -> int:
+        before = sum(sent.values())
+        case()
+        return int(sum(sent.values()) - before)
+
+    return run
+
+
+def of_shardcore(model: nn.Module) -> dict[str, Callable[[], int]]:
     import shardcore
 
     zero: Any = shardcore.zero  # type: ignore[attr-defined]
@@ -87,10 +101,36 @@ def of_shardcore(model: nn.Module) -> dict[str, Callable[[], None]]:
                 take(param.detach())
 
     return {
-        "stream": lambda: stream(None),
-        "stream to rank 0": lambda: stream([0]),
-        "gathered": gathered,
+        "stream": counted(sharded, lambda: stream(None)),
+        "stream to rank 0": counted(sharded, lambda: stream([0])),
+        "gathered": counted(sharded, gathered),
     }
+
+
+def of_changes(model: nn.Module) -> dict[str, Callable[[], int]]:
+    import shardcore
+
+    optimizer = shardcore.FusedAdam(model.parameters())
+    sharded, _ = shardcore.shard(model, optimizer, 3)
+    changes = shardcore.track_changes(sharded)
+    for _ in shardcore.stream_params(sharded, changes=changes):
+        pass
+    torch.manual_seed(dist.get_rank())
+    bits = {}
+    for bucket in sharded._shardcore_engine.updater.buckets:
+        changed = torch.rand(bucket.owned_numel, device=bucket.bits["device"].device) < 0.01
+        powers = 1 << torch.arange(8, device=changed.device)
+        bits[bucket] = (changed.view(-1, 8) * powers).sum(1).to(torch.uint8)
+
+    def changed_elements() -> None:
+        for bucket, noted in bits.items():  # as a step notes them
+            bucket.bits["device"].copy_(noted)
+        for _, _, values in shardcore.stream_params(
+            sharded, changes=changes, since=changes.version
+        ):
+            take(values)
+
+    return {"changes": counted(sharded, changed_elements)}
 
 
 def of_deepspeed(model: nn.Module) -> dict[str, Callable[[], None]]:
@@ -161,9 +201,10 @@ def run_rank(options: argparse.Namespace) -> None:
     }
     numel = sum(param.numel() for param in model.parameters())
     shapes = [*units.values(), numel - sum(units.values())]
-    cases = {"all-gather": all_gather(shapes, device)}
-    makers = {
+    cases: dict[str, Callable[[], int | None]] = {"all-gather": all_gather(shapes, device)}
+    makers: dict[tuple[str, ...], Callable[[nn.Module], Any]] = {
         ("stream", "stream to rank 0", "gathered"): of_shardcore,
+        ("changes",): of_changes,
         ("deepspeed",): of_deepspeed,
         ("fsdp2", "state dict"): of_fsdp2,
     }
@@ -172,19 +213,23 @@ def run_rank(options: argparse.Namespace) -> None:
         if any(name in options.cases for name in names):
             cases |= make(make_model(options.gb).to(device))
     cases = {name: cases[name] for name in options.cases}
-    found: dict[str, Any] = {name: {"seconds": [], "peak_bytes": []} for name in cases}
+    found: dict[str, Any] = {
+        name: {"seconds": [], "peak_bytes": [], "sent_bytes": []} for name in cases
+    }
     for names in harness.random_order(list(cases), options.rounds + 1, seed=0):
         for name in names:
             peak = {"peak_bytes": 0}
             dist.barrier()
             begun = time.perf_counter()
             with peak_of(peak):
-                cases[name]()
+                sent = cases[name]()
             dist.barrier()
             found[name]["seconds"].append(time.perf_counter() - begun)
             found[name]["peak_bytes"].append(peak["peak_bytes"])
+            found[name]["sent_bytes"].append(sent)
     for each in found.values():  # the first round fills caches
         each["seconds"], each["peak_bytes"] = each["seconds"][1:], each["peak_bytes"][1:]
+        each["sent_bytes"] = each["sent_bytes"][-1]
     all_found: list[Any] = [None] * RANKS
     dist.all_gather_object(all_found, found)
     if dist.get_rank() == 0:
@@ -219,13 +264,16 @@ def main() -> int:
         raise RuntimeError(f"failed with {done.returncode}:\n{done.stdout[-12000:]}")
     about, ranks = json.loads(lines[-1].removeprefix("result "))
     report: dict[str, Any] = {**suite.about_run("weight_sync", options), **about, "cases": {}}
-    rows = [["", "seconds", "of an all-gather", "extra, of a unit"]]
+    rows = [["", "seconds", "of an all-gather", "extra, of a unit", "sent"]]
+    whole = about["bytes"] * (RANKS - 1) / RANKS
     for case in options.cases:
         seconds = [
             max(each) for each in zip(*(rank[case]["seconds"] for rank in ranks), strict=True)
         ]
         peak = max(max(rank[case]["peak_bytes"]) for rank in ranks)
-        report["cases"][case] = found = {"seconds": seconds, "peak_bytes": peak}
+        sent = max((rank[case]["sent_bytes"] or 0) for rank in ranks)
+        found = {"seconds": seconds, "peak_bytes": peak, "sent_bytes": sent}
+        report["cases"][case] = found
         if "all-gather" in report["cases"]:
             ratio = harness.paired(seconds, report["cases"]["all-gather"]["seconds"])
             found["of_all_gather"] = ratio._asdict() if hasattr(ratio, "_asdict") else vars(ratio)
@@ -235,6 +283,7 @@ def main() -> int:
                     f"{harness.spread(seconds).median:.3f}",
                     f"{ratio.median:.2f}",
                     f"{peak / about['largest_unit_bytes']:.2f}",
+                    f"{sent / whole:.1%}" if sent else "",
                 ]
             )
     print(harness.table(rows))

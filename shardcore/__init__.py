@@ -38,7 +38,7 @@ from shardcore.metrics import Metrics
 from shardcore.optim import CPUAdam, FusedAdam, Lion, Muon, clip_grad_norm_
 from shardcore.parallel.sequence import SequenceParallelLoader, split_sequences, ulysses_attention
 from shardcore.parallel.tensor import tensor_parallel
-from shardcore.stream import ParamMetadata, param_metadata, stream_params
+from shardcore.stream import ParamMetadata, param_metadata, stream_params, track_changes
 from shardcore.version import __version__
 
 __all__ = [
@@ -82,6 +82,7 @@ __all__ = [
     "split_sequences",
     "stream_params",
     "tensor_parallel",
+    "track_changes",
     "ulysses_attention",
     "unfreeze",
 ]

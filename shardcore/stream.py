@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias, overload
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,8 @@ from shardcore.checkpoint.save_pretrained import (
 )
 from shardcore.engine.agreement import together
 from shardcore.engine.bucket import Managed, follow, rounded, stream_now
-from shardcore.engine.engine import Engine
+from shardcore.engine.changes import ChangedWeights, Changes, Taken
+from shardcore.engine.engine import Engine, engine_behind
 from shardcore.engine.full_weights import (
     Chunk,
     FullWeights,
@@ -53,6 +54,25 @@ class ParamMetadata(NamedTuple):
     dtype: torch.dtype
 
 
+def track_changes(model: nn.Module) -> Changes:
+    """Let steps note which weights they change, from the first `stream_params` with the result on.
+    Local. Call it on every rank, and before a CUDA graph captures steps.
+
+    Returns the same object for one model. A step of Adam then sets a bit for each 16-bit weight
+    that it changes: 1/8 byte for each weight of this rank's shard, where it is updated. Weights in
+    float32, and weights of other optimizers, have no bits: each stream sends them in full.
+
+    Raises:
+        ValueError: The model is not sharded.
+    """
+    engine = engine_behind("track_changes", model)
+    if engine.changes is None:
+        engine.changes = Changes(engine)
+    changes: Changes = engine.changes
+    return changes
+
+
+@overload
 def stream_params(
     model: nn.Module,
     *,
@@ -63,7 +83,38 @@ def stream_params(
     names: Names = "model",
     only_trainable: bool = False,
     merge_adapters: bool = False,
-) -> Iterator[tuple[str, torch.Tensor]]:
+    changes: None = None,
+    since: None = None,
+) -> Iterator[tuple[str, torch.Tensor]]: ...
+
+
+@overload
+def stream_params(
+    model: nn.Module,
+    *,
+    device: torch.device | str | None = None,
+    ranks: Sequence[int] | None = None,
+    bucket_bytes: int | None = None,
+    names: Names = "model",
+    only_trainable: bool = False,
+    changes: Changes,
+    since: int | None = None,
+) -> Iterator[tuple[str, torch.Tensor | None, torch.Tensor]]: ...
+
+
+def stream_params(
+    model: nn.Module,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | str | None = None,
+    ranks: Sequence[int] | None = None,
+    bucket_bytes: int | None = None,
+    names: Names = "model",
+    only_trainable: bool = False,
+    merge_adapters: bool = False,
+    changes: Changes | None = None,
+    since: int | None = None,
+) -> Iterator[Any]:
     """Yield the name and the full value of each parameter, one unit at a time. Collective: every
     rank iterates to the end.
 
@@ -91,6 +142,15 @@ def stream_params(
         merge_adapters: Yield the ordinary model that a model of PEFT stands for: LoRA and DoRA are
             merged into their base, a unit at a time, and quantized weights become floats. The model
             itself does not change. dtype=None means the dtype of each base weight.
+        changes: From `track_changes`. Yield (name, indices, values) of the parameters that changed
+            since a version. indices: int64, (changed,), ascending, into the flattened parameter;
+            values: (changed,), in its dtype. indices=None: values is the full parameter. The
+            order is not that of the model. The stream is a new version, `changes.version`. Keep
+            this number for the next stream, and use one reader: it counts the streams of all. Not
+            with `dtype`, `merge_adapters`, tensor-parallel slices, and names that convert
+            parameters.
+        since: The version that receivers have. None, or a version that is not the last, or one
+            with other arguments: all parameters are full. So they are after a stream that failed.
 
     Call this on the CUDA stream that trains, and take tensors on any. Tensors may be views of the
     model's weights: do not edit them. A tensor that is kept has its own values at stage 3; at
@@ -100,7 +160,7 @@ def stream_params(
         ValueError, TypeError, NotImplementedError: For arguments, on every rank.
         RuntimeError: On the other ranks, if a rank leaves its loop early, or fails.
     """
-    options = _Options(dtype, bucket_bytes, names, only_trainable, merge_adapters)
+    options = _Options(dtype, bucket_bytes, names, only_trainable, merge_adapters, changes, since)
     engine = _engine_of(model)
     if engine is None:
         return _of_ordinary(model, options, device)
@@ -122,7 +182,7 @@ def _of_sharded(
     options: "_Options",
     ranks: Sequence[int] | None,
     device: torch.device | str | None,
-) -> Generator[tuple[str, torch.Tensor]]:
+) -> Generator[Any]:
     made: list[tuple[_Plan, set[int]]] = []
 
     def plan() -> str:
@@ -132,11 +192,36 @@ def _of_sharded(
         made.append((_Plan(model, engine, options), _receivers(engine, ranks)))
         engine.updater.accept_weight_edits()
         metadata = [(m.name, [*m.shape], str(m.dtype)) for m in made[0][0].metadata]
-        return f"that of {metadata}, on ranks {ranks}, by {options.bucket_bytes} bytes"
+        changes, since = options.changes, options.since
+        known = changes is not None and changes.knows(since, (made[0][0].metadata, made[0][1]))
+        return f"that of {metadata}, on ranks {ranks}, by {options.bucket_bytes} bytes" + (
+            "" if changes is None else f", version {changes.version}, since {since} ({known})"
+        )
 
     engine.agree(_OP, plan)
     chosen, receivers = made.pop()
-    yield from _to_the_end(engine, chosen, receivers, device)
+    changes, since = options.changes, options.since
+    if changes is None:
+        values = chosen.values(receivers)
+        yield from _to_the_end(engine, values, chosen.tensors(values, device))
+        return
+    streamed = chosen.metadata, receivers
+    known = changes.knows(since, streamed)
+    if since is not None and not known:
+        logger.warning(
+            "%s: since is %s, not the last version (%s) of these parameters and ranks; all "
+            "parameters are sent in full",
+            _OP, since, changes.version,
+        )  # fmt: skip
+    taken = changes.begin(engine)
+    if known:
+        changed = chosen.changed(taken, receivers)
+        yield from _to_the_end(engine, changed, chosen.renamed(changed, device))
+    else:
+        values = chosen.values(receivers)
+        full = ((name, None, value) for name, value in chosen.tensors(values, device))
+        yield from _to_the_end(engine, values, full)
+    changes.end(streamed)
 
 
 def param_metadata(
@@ -157,9 +242,7 @@ def param_metadata(
     return _Plan(model, _engine_of(model), options).metadata
 
 
-def _made_on(
-    home: torch.cuda.Stream | None, items: Generator[tuple[str, torch.Tensor]]
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _made_on(home: torch.cuda.Stream | None, items: Generator[Any]) -> Iterator[Any]:
     """Make items on the CUDA stream `home`, whichever takes them: vLLM's sender packs tensors on
     streams of its own, which do not wait for the last step.
     """
@@ -172,9 +255,11 @@ def _made_on(
                 item = next(items, None)
             if item is None:
                 return
-            if item[1].is_cuda:
-                follow(home, item[1].device)
-                item[1].record_stream(torch.cuda.current_stream(item[1].device))
+            for tensor in item[1:]:
+                if tensor is not None and tensor.is_cuda:
+                    follow(home, tensor.device)
+                    tensor.record_stream(torch.cuda.current_stream(tensor.device))
+                del tensor
             yield item
             del item
 
@@ -183,22 +268,22 @@ class _LeftEarlyError(RuntimeError):
     """A loop over the stream ended before the stream."""
 
 
-def _to_the_end(
-    engine: Engine, plan: "_Plan", receivers: Collection[int], device: torch.device | str | None
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield all tensors. A rank that leaves early gathers the rest, and the other ranks raise."""
-    count, values = 0, plan.values(receivers)
+def _to_the_end(engine: Engine, values: Generator[Any], items: Iterator[Any]) -> Iterator[Any]:
+    """Yield all items, made of values. A rank that leaves early gathers the rest, and the other
+    ranks raise.
+    """
+    count = 0
     with (
         suppress(_LeftEarlyError),
         together(engine.everyone, _OP, "receivers may have old and new tensors"),
     ):
         try:
-            for item in plan.tensors(values, device):
+            for item in items:
                 yield item
                 count += 1
         except GeneratorExit:
             values.close()  # gathers the rest
-            message = f"its loop ended after {count} of {len(plan.metadata)} tensors"
+            message = f"its loop ended after {count} tensors"
             logger.warning("%s: %s; expected it to reach the end", _OP, message)
             raise _LeftEarlyError(message) from None
 
@@ -244,6 +329,9 @@ class _Plan:
         else:
             self._sources, units = self._of_params(model, options)
         parts, targets = _named(model, self._sources, units, options)
+        self._bucket_bytes = options.bucket_bytes
+        if options.changes is not None:
+            _check_changes(options.changes, engine, parts)
         self._part_of = {source: part for part in parts for source in part.sources}
         self.metadata = [
             ParamMetadata(name, targets[name].shape, targets[name].dtype)
@@ -331,6 +419,62 @@ class _Plan:
                 yield target, tensor if device is None else tensor.to(device)
                 del tensor
 
+    def changed(
+        self, taken: Taken, receivers: Collection[int]
+    ) -> Generator[tuple[str, torch.Tensor | None, torch.Tensor]]:
+        """Yield what changed in the parameters, by the names of the model: see stream_params.
+        Collective.
+        """
+        engine, wanted = self._engine, self._name_of
+        assert engine is not None
+        chunks = chunks_of(engine.buckets, wanted, self._bucket_bytes)
+        for managed, places, value in ChangedWeights(engine, chunks, taken, receivers).values():
+            if managed.param in wanted:
+                yield wanted[managed.param], places, value
+            del value
+        # after the last gather: a reader that leaves here leaves no rank waiting
+        if engine.comm.rank in receivers:
+            for param in taken.rewritten:
+                if param in wanted:
+                    yield wanted[param], None, param.detach()
+
+    def renamed(
+        self,
+        changed: Iterator[tuple[str, torch.Tensor | None, torch.Tensor]],
+        device: torch.device | str | None,
+    ) -> Iterator[tuple[str, torch.Tensor | None, torch.Tensor]]:
+        """Yield what engines receive of the changed parameters."""
+        for name, places, value in changed:
+            target = self._part_of[name].targets[0]
+            if device is None:
+                yield target, places, value
+            else:
+                yield target, None if places is None else places.to(device), value.to(device)
+            del value, places
+
+
+def _check_changes(changes: object, engine: Engine | None, parts: Sequence[Part]) -> None:
+    """Raise TypeError, ValueError or NotImplementedError if changes cannot be streamed."""
+    if not isinstance(changes, Changes):
+        raise TypeError(
+            f"{_OP}: changes is a {type(changes).__name__}; expected what track_changes returns"
+        )
+    if engine is None or not changes.of(engine):
+        raise ValueError(
+            f"{_OP}: changes is of another model; expected track_changes(model) of this one"
+        )
+    if engine.comm.slices:
+        raise NotImplementedError(
+            f"{_OP}: got changes for tensor-parallel slices; expected changes=None, which sends "
+            "all weights"
+        )
+    for part in parts:
+        if part.make is not None:
+            raise NotImplementedError(
+                f"{_OP}: got changes, and names that convert {part.sources[0]}; expected "
+                'names="model"'
+            )
+
 
 def _merged_params(model: nn.Module, engine: Engine | None) -> dict[str, Merged]:
     """Return the parameters of the ordinary model that a model of PEFT stands for."""
@@ -379,6 +523,8 @@ class _Options:
     names: Names
     only_trainable: bool
     merge_adapters: bool
+    changes: Changes | None = None
+    since: int | None = None
 
     def check(self, model: object) -> None:
         """Raise TypeError or ValueError for arguments that are not supported."""
@@ -401,6 +547,15 @@ class _Options:
             raise ValueError(
                 f"{_OP}: got only_trainable=True and merge_adapters=True; expected one of them, "
                 "since merged weights have no adapters"
+            )
+        if self.since is not None and (self.changes is None or type(self.since) is not int):
+            raise ValueError(
+                f"{_OP}: since is {self.since!r}; expected a version of changes, with changes="
+            )
+        if self.changes is not None and (self.dtype is not None or self.merge_adapters):
+            raise ValueError(
+                f"{_OP}: got changes with dtype={self.dtype} and merge_adapters="
+                f"{self.merge_adapters}; expected neither: changes are those of the model's weights"
             )
         get_base = getattr(model, "get_base_model", None)
         base = get_base() if self.merge_adapters and get_base is not None else model

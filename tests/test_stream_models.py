@@ -12,6 +12,7 @@ safetensors = pytest.importorskip("safetensors.torch", reason="needs the safeten
 import shardcore  # noqa: E402
 from tests.support.huggingface import LORA, qlora_of, rows, save_tiny_llama, tiny_gpt2  # noqa: E402
 from tests.support.language_models import KINDS, plain_of, stepped_lm  # noqa: E402
+from tests.support.models import error_of  # noqa: E402
 from tests.support.ranks import run_ranks  # noqa: E402
 
 
@@ -45,6 +46,29 @@ def _as_in_files(rank: int, world_size: int, folder: str, name: str, stage: int)
 @pytest.mark.parametrize("name", KINDS)
 def test_names_and_experts_are_those_of_files(tmp_path: Any, name: str, stage: int) -> None:
     run_ranks(2, _as_in_files, str(tmp_path), name, stage)
+
+
+def _changes(rank: int, world_size: int, name: str) -> str:
+    model = stepped_lm(KINDS[name], rank)
+    changes = shardcore.track_changes(model)
+
+    def stream(names: str) -> dict[str, torch.Tensor]:
+        items = shardcore.stream_params(model, changes=changes, since=changes.version, names=names)
+        return {name: values for name, _, values in items}
+
+    if name == "mixtral":
+        error = error_of(lambda: stream("huggingface"))
+        assert stream("model").keys() == streamed(model).keys()
+        return error
+    assert_equal(stream("huggingface"), streamed(model, names="huggingface"))
+    assert stream("huggingface") == {}
+    return ""
+
+
+def test_changes_have_names_of_files_unless_experts_are_converted() -> None:
+    assert run_ranks(2, _changes, "llama") == ["", ""]
+    for error in run_ranks(2, _changes, "mixtral"):
+        assert "got changes, and names that convert model.layers.0.mlp.experts." in error
 
 
 ADAPTERS = {

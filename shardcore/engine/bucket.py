@@ -225,6 +225,7 @@ class Managed:
     sliced: how it is cut over tensor-parallel ranks, None if it is not.
     changes: in words, whether its weights were loaded or edited since the last step, not with which
         values; ranks compare it, and a load makes up for what was before it.
+    rewritten: whether they were loaded or edited since `Bucket.take_changes`.
     """
 
     name: str
@@ -241,6 +242,7 @@ class Managed:
     storage: tuple[int, int] = (0, 0)
     version: int = 0
     changes: str = ""
+    rewritten: bool = True
     sliced: Slice | None = field(init=False)
 
     def __post_init__(self) -> None:
@@ -295,11 +297,12 @@ class Managed:
     def note_load(self) -> None:
         """Note that all its weights were set."""
         self.changes, self.version = ", loaded", self.version_now
+        self.rewritten = True
 
     def note_edit(self) -> None:
         """Note that its weights were edited."""
         self.changes = self.changes.removesuffix(", edited") + ", edited"
-        self.version = self.version_now
+        self.version, self.rewritten = self.version_now, True
 
     def slice_of(self, flat: torch.Tensor) -> torch.Tensor:
         """View this parameter's slot of a full buffer of the bucket in the shape of what is
@@ -373,6 +376,9 @@ class Bucket:
     changed: the owned weights have edits that their masters do not have yet; perhaps through
         `p.data`, which no version counter shows. Not known of weights in files, nor where the
         unsharded weights are the shard.
+    rewritten: whether others than steps wrote to the owned weights since `take_changes`. bits: by
+        "device" and "host", a bit for each owned weight that is updated there, set by a step that
+        changes it; empty where steps note nothing (engine/changes.py).
     counted: whether this rank's norm has it: of what all tensor-parallel ranks have (`repeated`),
     the first of them has it.
     grad: (owned_numel,), the reduced gradient of the owned range, averaged over ranks; meaningful
@@ -417,6 +423,7 @@ class Bucket:
         self.trainable, self.state_format = trainable, state_format
         self.repeated, self.counted = False, True
         self.changed = False
+        self.rewritten, self.bits = True, dict[str, torch.Tensor]()
         self.weight = self.owned_weight = _NOWHERE
         self._has_slices = any(managed.sliced is not None for managed in self.params)
         self._addresses: list[int] = []  # of the parameters, where their weights are resident
@@ -473,6 +480,7 @@ class Bucket:
         Frozen weights may have dtypes that no step supports. Those in host memory may still be on
         their way to the device, for a forward that the host is ahead of.
         """
+        self.rewritten = True
         weight = self.owned_weight[start : start + values.numel()]
         if self.files is not None:
             weight = torch.empty(values.numel(), dtype=self.dtype, device=self.owned_weight.device)
@@ -502,6 +510,7 @@ class Bucket:
         edited, old = self.owned_slice(self.weight), self.owned_weight
         if self.files is not None:
             self.files.assign(self, 0, edited)
+            self.rewritten = True  # perhaps: nothing compares them
             return
         if self.tier is not None:
             old = torch.empty_like(edited)
@@ -513,11 +522,36 @@ class Bucket:
             ranges = [(piece.start, piece.start + piece.numel) for piece in pieces]
         if all(_same_bits(old[start:end], edited[start:end]) for start, end in ranges):
             return
-        self.changed = True
+        self.changed = self.rewritten = True
         if self.tier is not None:
             self.tier.to_tier(self.owned_weight, edited).synchronize()
         else:
             self.owned_weight.copy_(edited)
+
+    def bits_of(self, start: int, numel: int) -> torch.Tensor | None:
+        """View the bits of owned weights [start, start + numel), which one tier updates; None
+        where steps note nothing. start: a multiple of 8.
+        """
+        if not self.bits:
+            return None
+        near = start < self.device_numel
+        first = start if near else start - self.device_numel
+        return self.bits["device" if near else "host"][first // 8 : (first + numel + 7) // 8]
+
+    def take_changes(self) -> torch.Tensor | None:
+        """Return the bits of the owned weights that changed since the last call, none if nothing
+        changes them, and note changes from now on. None: any may have changed.
+        """
+        known = not self.rewritten and not any(managed.rewritten for managed in self.params)
+        self.rewritten = False
+        for managed in self.params:
+            managed.rewritten = False
+        if self.group is None and known:
+            return torch.empty(0, dtype=torch.uint8, device=self.owned_weight.device)
+        parts = [bits.to(self.owned_weight.device, copy=True) for bits in self.bits.values()]
+        for bits in self.bits.values():
+            bits.zero_()
+        return torch.cat(parts) if parts and known else None
 
     def untouched(self) -> bool:
         """Whether no parameter has a gradient, moved, or was written to since the engine wrote it.

@@ -12,7 +12,7 @@ Note [Errors]: a rank that cannot read its shard sends undefined values, so that
 not wait for it. The error is raised after the last chunk.
 """
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Generator, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple, TypeAlias
 
@@ -43,6 +43,11 @@ class Range(NamedTuple):
     def nbytes(self) -> int:
         """The bytes of the weights."""
         return (self.end - self.start) * self.bucket.dtype.itemsize
+
+    def cuts(self, ranks: int) -> list[int]:
+        """Return where the parts of so many ranks begin in the range, and its end."""
+        size, numel = self.bucket.layout.numel // ranks, self.end - self.start
+        return [min(max(0, rank * size - self.start), numel) for rank in range(ranks + 1)]
 
 
 Chunk: TypeAlias = list[Range]
@@ -154,7 +159,7 @@ class FullWeights:
         self._error: Exception | None = None
 
     @torch.no_grad()
-    def values(self) -> Iterator[tuple[Managed, torch.Tensor]]:
+    def values(self) -> Generator[tuple[Managed, torch.Tensor]]:
         """Yield parameters with full values; nothing on ranks that do not receive. Collective.
 
         The next chunk is started when the first value of one is taken. Then the reader has dropped
@@ -250,11 +255,7 @@ class FullWeights:
             )
         started: list[Any] = []
         for part, full, own in travels:
-            size = part.bucket.layout.numel // len(ranks)
-            cuts = [
-                min(max(0, number * size - part.start), part.end - part.start)
-                for number in range(len(ranks) + 1)
-            ]
+            cuts = part.cuts(len(ranks))
             if full is None:
                 parts = [own[:0]] * len(ranks)
                 parts[ranks.index(comm.rank)] = own

@@ -133,7 +133,10 @@ def use_loaded(engine: Engine) -> None:
         gathers += engine.comm.all_gather(
             [bucket.weight], Traffic.READ, "the loaded weights", engine.comm.shard_ranks
         )
-    note_written([*engine.managed.values(), *engine.constant.values()])
+    every = [*engine.managed.values(), *engine.constant.values()]
+    note_written(every)
+    for managed in every:
+        managed.rewritten = True
     engine.updater.forget_changes()
     engine.updater.checks_masters = True
     wait_all(gathers)

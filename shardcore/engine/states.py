@@ -123,6 +123,11 @@ class StateStore(Protocol):
         split, or in files.
         """
 
+    def track(self, buckets: Sequence[Bucket]) -> None:
+        """Let steps note which weights of these buckets they change (`Bucket.bits`). No step may be
+        under way.
+        """
+
 
 class HostStore(StateStore, Protocol):
     """A store with states in host memory. copies: the only way to and from there."""
@@ -174,6 +179,7 @@ def lists_of(spans: Sequence[Span], states: Sequence[StateTensors]) -> dict[str,
         "keys": [span.key for span in spans],
         "exp_avg_scales": [state.get(SCALES["exp_avg"]) for state in states],
         "exp_avg_sq_scales": [state.get(SCALES["exp_avg_sq"]) for state in states],
+        "changed": [span.bucket.bits_of(span.start, span.numel) for span in spans],
     }
 
 
@@ -248,6 +254,12 @@ class DeviceStore:
         for bucket in new_buckets:
             self._steppers[bucket] = _C.AdamStepper()
             self._states[bucket] = bucket.state_format.new(bucket.device_numel, self._make)
+
+    def track(self, buckets: Sequence[Bucket]) -> None:
+        """See StateStore."""
+        self._lists.clear()
+        for bucket in buckets:
+            bucket.bits["device"] = self._make((bucket.device_numel + 7) // 8, torch.uint8)
 
     def to_host(self, tier: _C.HostTier) -> None:
         """Move all states to memory of `tier`, until `to_device`. MemoryError, with nothing

@@ -712,6 +712,7 @@ class Updater:
     def _refresh_masters(self, bucket: Bucket, edited: set[Managed]) -> None:
         bucket.take_edits()
         behind, bucket.changed = bucket.changed, False
+        bucket.rewritten = True
         for managed, piece, values in bucket.owned_views(
             bucket.owned_values(0, bucket.owned_numel)
         ):

@@ -29,7 +29,7 @@ from typing import Any
 import torch
 
 from shardcore._native import _C
-from shardcore.engine.bucket import Bucket
+from shardcore.engine.bucket import Bucket, allocate
 from shardcore.engine.states import DeviceStore, Scalars, Span, lists_of, update_elements
 from shardcore.layout import BLOCK, round_up
 from shardcore.offload.disk import ENGINE_BYTES
@@ -338,6 +338,14 @@ class CpuStore:
         assert isinstance(self._states, HostStates)
         self._parts.clear()
         self._states.replace(replaced, new_buckets)
+
+    def track(self, buckets: Sequence[Bucket]) -> None:
+        """See StateStore."""
+        self._parts.clear()
+        for bucket in buckets:
+            bucket.bits["host"] = allocate(
+                (bucket.host_numel + 7) // 8, torch.uint8, torch.device("cpu")
+            )
 
     def steps(
         self, parts: Sequence[Sequence[Span]], hypers: Scalars

@@ -109,6 +109,10 @@ class SplitStore(CpuStore):
         self._make_device_store()
         for bucket in self._buckets:
             self.on_device.load(bucket, self.shrink(bucket))
+        tracked = [bucket for bucket in self._buckets if bucket.bits]
+        self.track(tracked)
+        for bucket in tracked:  # bits of other ranges: none is known
+            bucket.rewritten = True
 
     def read(
         self, bucket: Bucket, key: str, start: int = 0, numel: int | None = None
@@ -140,6 +144,11 @@ class SplitStore(CpuStore):
     def replace(self, replaced: Sequence[Bucket], new_buckets: Sequence[Bucket]) -> None:
         """See StateStore."""
         raise NotImplementedError("the states of a split store stay where they are")
+
+    def track(self, buckets: Sequence[Bucket]) -> None:
+        """See StateStore."""
+        self.on_device.track(buckets)
+        super().track(buckets)
 
     def write(self, bucket: Bucket, key: str, start: int, values: torch.Tensor) -> None:
         """See StateStore."""

@@ -83,6 +83,20 @@ def loss_of(model: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch
     return ((model(batch[0]).float() - batch[1]) ** 2).mean()
 
 
+def of_forward(model: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the weights that forward uses. Collective."""
+    with shardcore.full_params(model):
+        return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def assert_equal(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    """Assert the same names in the same order, dtypes and values."""
+    assert list(found) == list(expected)
+    for name, value in expected.items():
+        assert found[name].dtype == value.dtype, name
+        assert torch.equal(found[name], value), name
+
+
 def made(offload: Any) -> Any:
     """Return shard's `offload` with the directories of its files made, which shard itself does not
     make on the root file system.
