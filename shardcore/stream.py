@@ -56,7 +56,7 @@ class ParamMetadata(NamedTuple):
 
 def track_changes(model: nn.Module) -> Changes:
     """Let steps note which weights they change, from the first `stream_params` with the result on.
-    Local. Call it on every rank, and before a CUDA graph captures steps.
+    Local. Call it on every rank. Stream the first version before a CUDA graph captures steps.
 
     Returns the same object for one model. A step of Adam then sets a bit for each 16-bit weight
     that it changes: 1/8 byte for each weight of this rank's shard, where it is updated. Weights in
