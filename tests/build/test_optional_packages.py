@@ -29,6 +29,7 @@ OPTIONAL = (
     "peft",
     "trl",
     "ray",
+    "verl",
 )
 
 
