@@ -166,7 +166,7 @@ def _no_wait(patch: pytest.MonkeyPatch) -> None:
 
 
 def _no_edit(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Bucket, "take_edits", lambda bucket: None)
+    patch.setattr(Bucket, "take_edits", lambda bucket, params=None: None)
 
 
 def _in_scratch_alone(store: SplitStore, spans: Any, hypers: Any) -> None:
