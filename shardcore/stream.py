@@ -24,6 +24,7 @@ from shardcore.checkpoint.save_pretrained import (
     as_in_files,
     is_transformers,
 )
+from shardcore.distributed.compare import Entry
 from shardcore.engine.agreement import together
 from shardcore.engine.bucket import Managed, follow, rounded, stream_now
 from shardcore.engine.changes import ChangedWeights, Changes, Taken
@@ -185,25 +186,31 @@ def _of_sharded(
 ) -> Generator[Any]:
     made: list[tuple[_Plan, set[int]]] = []
 
-    def plan() -> str:
+    def plan() -> list[Entry]:
         engine.refuse_held(_OP)
         if in_backward():
             raise ValueError(f"{_OP}: called inside a backward; expected it between steps")
         made.append((_Plan(model, engine, options), _receivers(engine, ranks)))
         engine.updater.accept_weight_edits()
-        metadata = [(m.name, [*m.shape], str(m.dtype)) for m in made[0][0].metadata]
         changes, since = options.changes, options.since
         known = changes is not None and changes.knows(since, (made[0][0].metadata, made[0][1]))
-        return f"that of {metadata}, on ranks {ranks}, by {options.bucket_bytes} bytes" + (
-            "" if changes is None else f", version {changes.version}, since {since} ({known})"
-        )
+        given: dict[str, object] = {
+            "ranks": ranks,
+            "bucket_bytes": options.bucket_bytes,
+            "since": since,
+        }
+        if changes is not None:
+            given |= {"changes": f"version {changes.version}", "since": f"{since} (known: {known})"}
+        tensors = [("tensor", m.name, f"{[*m.shape]} in {m.dtype}") for m in made[0][0].metadata]
+        return [*(("argument", name, str(value)) for name, value in given.items()), *tensors]
 
     engine.agree(_OP, plan)
     chosen, receivers = made.pop()
     changes, since = options.changes, options.since
     if changes is None:
         values = chosen.values(receivers)
-        yield from _to_the_end(engine, values, chosen.tensors(values, device))
+        total = len(chosen.metadata) if engine.comm.rank in receivers else 0
+        yield from _to_the_end(engine, values, chosen.tensors(values, device), total)
         return
     streamed = chosen.metadata, receivers
     known = changes.knows(since, streamed)
@@ -268,9 +275,11 @@ class _LeftEarlyError(RuntimeError):
     """A loop over the stream ended before the stream."""
 
 
-def _to_the_end(engine: Engine, values: Generator[Any], items: Iterator[Any]) -> Iterator[Any]:
+def _to_the_end(
+    engine: Engine, values: Generator[Any], items: Iterator[Any], total: int | None = None
+) -> Iterator[Any]:
     """Yield all items, made of values. A rank that leaves early gathers the rest, and the other
-    ranks raise.
+    ranks raise. total: the number of items, if it is known before.
     """
     count = 0
     with (
@@ -279,13 +288,18 @@ def _to_the_end(engine: Engine, values: Generator[Any], items: Iterator[Any]) ->
     ):
         try:
             for item in items:
-                yield item
                 count += 1
+                yield item
         except GeneratorExit:
             values.close()  # gathers the rest
-            message = f"its loop ended after {count} tensors"
+            if count == total:  # as zip does: it has all of them
+                return
+            message = f"its loop ended at tensor {count}"
             logger.warning("%s: %s; expected it to reach the end", _OP, message)
             raise _LeftEarlyError(message) from None
+        except BaseException:
+            values.close()  # the other ranks wait for the rest
+            raise
 
 
 def _engine_of(model: nn.Module) -> Engine | None:
@@ -300,6 +314,8 @@ def _engine_of(model: nn.Module) -> Engine | None:
 def _receivers(engine: Engine, ranks: Sequence[int] | None) -> set[int]:
     """Return the ranks of engine.comm that receive tensors."""
     everyone = range(dist.get_world_size()) if dist.is_initialized() else range(1)
+    if ranks is not None and not isinstance(ranks, Sequence):
+        raise TypeError(f"{_OP}: ranks is {ranks!r}; expected a list of ranks, or None")
     wrong = [rank for rank in ranks or () if type(rank) is not int or rank not in everyone]
     if wrong:
         raise ValueError(

@@ -116,7 +116,7 @@ def _leave(rank: int, world_size: int, raises: bool) -> list[str]:
 def test_a_rank_that_leaves_early_is_named_on_all_others(raises: bool) -> None:
     first, second, third = run_ranks(3, _leave, raises)
     assert first == third
-    assert "rank 1 failed: _LeftEarlyError: its loop ended after 2 tensors" in first[0]
+    assert "rank 1 failed: _LeftEarlyError: its loop ended at tensor 3" in first[0]
     assert ("KeyError" in second[0]) if raises else (second[0] == "no error")
 
 
@@ -252,3 +252,28 @@ def _by_a_sender(rank: int, world_size: int, stage: int) -> bool:
 def test_tensors_are_taken_on_any_cuda_stream(stage: int) -> None:
     """The pretended GPU raises where a stream reads what another may not have written."""
     assert run_pretended(2, _by_a_sender, stage) == [True, True]
+
+
+def _failing_copy(rank: int, world_size: int) -> list[str]:
+    model, _ = trained(rank, 3)
+    copied = torch.Tensor.to
+
+    def copy(tensor: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        if rank == 1 and args == ("cpu",) and tensor.shape == (37, 24):
+            raise MemoryError("no memory for a copy")
+        return copied(tensor, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "to", copy)
+        said = error_of(lambda: list(shardcore.stream_params(model, device="cpu")))
+    assert_equal(dict(shardcore.stream_params(model)), of_forward(model))
+    names = [m.name for m in shardcore.param_metadata(model)]
+    pairs = list(zip(names, shardcore.stream_params(model), strict=False))  # takes no end
+    assert all(name == item[0] for name, item in pairs)
+    return [said]
+
+
+def test_a_copy_that_fails_on_one_rank_is_an_error_on_all() -> None:
+    first, second = run_ranks(2, _failing_copy)
+    assert "rank 1 failed: MemoryError: no memory for a copy" in first[0]
+    assert second == ["MemoryError: no memory for a copy"]

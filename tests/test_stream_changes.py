@@ -265,7 +265,7 @@ def _left(rank: int, world_size: int, stage: int, whole: bool) -> list[str]:
 @pytest.mark.parametrize(("stage", "whole"), [(3, False), (2, True), (3, True)])
 def test_after_a_loop_that_ended_early_all_is_sent(stage: int, whole: bool) -> None:
     errors = run_ranks(2, _left, stage, whole)
-    assert "rank 1 failed: _LeftEarlyError: its loop ended after 0 tensors" in errors[0][0]
+    assert "rank 1 failed: _LeftEarlyError: its loop ended at tensor 1" in errors[0][0]
     assert errors[1] == ["no error"]
 
 

@@ -149,3 +149,12 @@ def test_quantized_bases_are_floats(tmp_path: Any) -> None:
     pytest.importorskip("bitsandbytes", reason="tests with bitsandbytes")
     save_tiny_llama(tmp_path)
     run_ranks(2, _of_four_bits, str(tmp_path))
+
+
+def test_adapters_of_packed_experts_are_refused_by_name() -> None:
+    config = peft.LoraConfig(
+        target_parameters=["mlp.experts.gate_up_proj"], target_modules=["q_proj"]
+    )
+    model = peft.get_peft_model(KINDS["mixtral"](), config)
+    with pytest.raises(NotImplementedError, match=r"experts has another adapter"):
+        shardcore.param_metadata(model, merge_adapters=True)

@@ -204,7 +204,12 @@ def _check_layer(op: str, layer: Any, name: str) -> None:
         type(variants[each]).__name__ in ("DoraLinearVariant", "DoraEmbeddingVariant")
         for each in others
     )
-    if (others and not is_dora) or any(map(biases.get, active)) or not _adapters(layer):
+    if (
+        (others and not is_dora)
+        or any(map(biases.get, active))
+        or not _adapters(layer)
+        or not hasattr(layer.get_base_layer(), "weight")
+    ):
         raise NotImplementedError(
             f"{op}: merge_adapters supports LoRA without lora_bias, and DoRA as the only adapter, "
             f"and {name} has another adapter ({type(layer).__module__}.{type(layer).__name__})"
