@@ -22,6 +22,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from shardcore.optim.float8 import check_float8
+
 logger = logging.getLogger("shardcore")
 
 SUPPORTED = (
@@ -120,6 +122,7 @@ def check_model(model: nn.Module, stage: int, device: torch.device, trains: bool
     """Raise ValueError for weights in a form that cannot be sharded, or trained over, on `device`
     at this stage.
     """
+    check_float8(model, device)
     for name, module in model.named_modules():
         method = getattr(module, "quantization_method", None)
         method = getattr(method, "value", method)

@@ -63,6 +63,20 @@ def float8_linears(model: nn.Module) -> dict[str, Any]:
     return {name: m for name, m in model.named_modules() if isinstance(m, module.Float8Linear)}
 
 
+def check_float8(model: nn.Module, device: torch.device) -> None:
+    """Raise ValueError for layers that compute in float8 on a GPU that cannot."""
+    layers = [name for name, m in float8_linears(model).items() if not m.config.emulate]
+    if device.type != "cuda" or not layers:
+        return
+    major, minor = torch.cuda.get_device_capability(device)
+    if (major, minor) < (8, 9):
+        raise ValueError(
+            f"shard: {layers[0]} computes in float8, which {device} (compute capability "
+            f"{major}.{minor}) does not support; expected 8.9 or newer. Use "
+            "Float8LinearConfig(emulate=True)"
+        )
+
+
 def float8_formats(model: nn.Module) -> Mapping[nn.Parameter, Float8Format]:
     """Return the weights that are gathered as float8 bytes, with their formats.
 

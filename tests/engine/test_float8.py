@@ -5,7 +5,7 @@ are gathered, edits and loads, and refusals; broken twins.
 import copy
 import logging
 import math
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from unittest import mock
 
@@ -22,7 +22,7 @@ from shardcore.engine.engine import engine_behind
 from shardcore.engine.float8 import Float8Weights
 from shardcore.estimate.predict import predict
 from shardcore.extras.activations import apply_activation_checkpointing
-from shardcore.optim.float8 import plain_part
+from shardcore.optim.float8 import check_float8, plain_part
 from tests.support.float8 import ADAM, float8_net, fsdp2_losses, trained
 from tests.support.models import (
     Reused,
@@ -386,6 +386,17 @@ def test_layers_that_gather_their_own_dtype_are_named_once(caplog):
     caplog.clear()
     _logged(False, cast_config_weight=rows, cast_config_input=rows, cast_config_grad_output=rows)
     assert [record.message.count("recipe scales rows") for record in caplog.records] == [1]
+
+
+@pytest.mark.parametrize(("capability", "fits"), [((8, 6), False), ((8, 9), True), ((9, 0), True)])
+def test_a_gpu_without_float8_units_is_refused(monkeypatch, capability, fits):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    check_float8(float8_net(), torch.device("cuda", 0))
+    model = float8_net(emulate=False)
+    check_float8(model, torch.device("cpu"))
+    message = r"blocks\.0\.up computes in float8.* \(compute capability 8\.6\) does not support"
+    with nullcontext() if fits else pytest.raises(ValueError, match=message):
+        check_float8(model, torch.device("cuda", 0))
 
 
 class _Own(nn.Parameter):

@@ -33,7 +33,9 @@ def float8_net(
     return convert_to_float8_training(
         model,
         module_filter_fn=lambda module, name: whole or name.startswith("blocks"),
-        config=Float8LinearConfig(enable_fsdp_float8_all_gather=flag, emulate=True, **config),
+        config=Float8LinearConfig(
+            enable_fsdp_float8_all_gather=flag, **{"emulate": True, **config}
+        ),
     )
 
 
