@@ -190,7 +190,8 @@ def test_gpus(run: Callable[..., Outcome], monkeypatch: pytest.MonkeyPatch, capf
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: properties)
     outcome = run("", slots=[[0, 4]])
     assert outcome.error == "run: localhost has 4 GPUs, but GPU 4 is asked for; expected 0 to 3"
-    show = "print(os.environ['CUDA_VISIBLE_DEVICES'])"
+    # One write per rank: print() writes an unbuffered line and its end separately.
+    show = "os.write(1, (os.environ['CUDA_VISIBLE_DEVICES'] + '\\n').encode())"
     assert [run(show, slots=[[1, 3]], restart=attempt) for attempt in range(2)] == [Outcome()] * 2
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7,6, GPU-5,4")
     assert run(show, slots=[[0, 2]]) == Outcome(), "slots count what is visible, as torch does"
