@@ -53,18 +53,24 @@ def offload_states(model: nn.Module, *, pin_memory: bool = True) -> int:
     return before - _device_bytes(engine)
 
 
-def reload_states(model: nn.Module) -> None:
+def reload_states(model: nn.Module, *, states: bool = True) -> None:
     """Move a sharded model back to the device, after `offload_states` of the model or of its
     optimizer. Does nothing if nothing was moved.
 
     Waits for the copies. Not collective. Raises torch's out-of-memory error if the device's free
     memory is too small; call it again once there is more.
+
+    Args:
+        model: The model that `shard` returned, or an engine.
+        states: Whether master weights and optimizer states move, too. Without them forwards,
+            `stream_params`, saves and state dicts work, and step() raises an error.
     """
     engine = engine_behind("reload_states", model)
     if isinstance(engine.weights_away, WeightsAway):
         engine.weights_away.bring_back()
         engine.weights_away = None
-    engine.reload_states()
+    if states:
+        engine.reload_states()
 
 
 def _device_bytes(engine: Engine) -> int:

@@ -209,6 +209,31 @@ def test_edits_before_a_pause_are_kept() -> None:
     assert run_ranks(2, _edited, True) == run_ranks(2, _edited, False)
 
 
+def _weights_alone(rank: int, world: int, stage: int, pauses: bool) -> Any:
+    model, optimizer, _ = train(rank, Run(stage, 2, precision="bf16"))
+    streamed = {name: w.clone() for name, w in shardcore.stream_params(model)}
+    if pauses:
+        before = _on_device(model)
+        freed = shardcore.offload_states(model)
+        shardcore.reload_states(model, states=False)
+        assert 0 < _on_device(model) <= before - freed // 2  # masters and moments take the most
+        for name, weight in shardcore.stream_params(model):
+            assert torch.equal(weight, streamed.pop(name))
+        assert not streamed
+        assert "in host memory since offload_states()" in error_of(optimizer.step)
+        shardcore.offload_states(model)
+        assert _on_device(model) == 0
+        shardcore.reload_states(model)
+    stepped(model, optimizer, rank, 2)
+    return hash_of_training(model, optimizer)
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_weights_come_back_alone(stage: int) -> None:
+    straight = run_ranks(2, _weights_alone, stage, False)
+    assert run_ranks(2, _weights_alone, stage, True) == straight
+
+
 @pytest.mark.parametrize("offload", [None, {"optimizer": "cpu"}, SPLIT])
 @pytest.mark.parametrize("stage", [2, 3])
 def test_nothing_keeps_the_memory_of_weights(stage: int, offload: Any) -> None:
