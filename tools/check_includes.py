@@ -83,8 +83,7 @@ OTHERS = {
     *("_after_closure", "_forward_redirection", "_layer_sync"),
     # verl and hydra
     *("_autocast_dtype", "_build_fsdp_module", "_build_model_optimizer", "_build_optimizer"),
-    *("_current_platform", "_gradient_sync_context", "_is_offload_optimizer"),
-    *("_global_", "_is_lora"),
+    *("_current_platform", "_global_", "_gradient_sync_context", "_is_lora"),
     # DeepSpeed, and ours
     *("_autotp_size", "_z3_leaf", "_of_adapters", "_sliced_over"),
 }

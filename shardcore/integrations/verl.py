@@ -9,7 +9,7 @@ step, the weights for rollouts and the checkpoints are here. Tested with verl 0.
 """
 
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +35,7 @@ from shardcore.api import no_sync, shard_and_log
 from shardcore.checkpoint.format import plain_name
 from shardcore.checkpoint.load import load
 from shardcore.checkpoint.save import save
+from shardcore.engine.away import offload_states, reload_states
 from shardcore.engine.engine import Engine, engine_behind
 from shardcore.stream import param_metadata, stream_params
 
@@ -53,7 +54,10 @@ class ShardcoreEngineConfig(EngineConfig):
         precision: "bf16", "fp16" or "fp32": the dtype of weights and of autocast. 16-bit weights
             have float32 masters.
         model_dtype: The dtype in which files are read, before precision converts.
+        param_offload: Move weights and optimizer states to host memory between the phases of
+            training. A stream to the rollout brings back the weights for its duration.
         optimizer_offload: Move optimizer states to host memory between the phases of training.
+            With param_offload, too, only training brings them back.
         use_no_sync_for_gradient_accumulation: Add gradients of micro-batches locally, and reduce
             once in a step.
 
@@ -87,12 +91,6 @@ class ShardcoreEngineConfig(EngineConfig):
         _expect("ulysses_sequence_parallel_size", self.ulysses_sequence_parallel_size, 1)
         _expect("dtype", self.dtype, "bfloat16", "set precision")
         _expect("router_replay.mode", self.router_replay.mode, "disabled")
-        _expect(
-            "param_offload",
-            self.param_offload,
-            False,
-            "offload={params: cpu} keeps the shards of weights in host memory at stage 3",
-        )
 
 
 def _expect(name: str, value: object, expected: object, remedy: str = "") -> None:
@@ -157,7 +155,7 @@ class _Engine(FSDPEngine):
             self.model_config.get_processor(),
             self.checkpoint_config,
         )
-        self.to("cpu", model=False, optimizer=self._is_offload_optimizer, grad=False)
+        self._move("cpu")
 
     def _build_fsdp_module(self, module: nn.Module) -> nn.Module:
         """Shard the model, together with its optimizer, which verl asks for afterwards."""
@@ -199,18 +197,48 @@ class _Engine(FSDPEngine):
     def to(
         self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True
     ) -> None:
-        """Move the optimizer's states to host memory ("cpu"), or back to the device.
+        """Move weights and optimizer states to host memory ("cpu"), or back to the device.
 
-        Buffers of gradients and gathered weights are freed with them, unless gradients wait for a
-        step. The shards of weights stay where they are.
+        States leave with the weights; with optimizer_offload they come back for optimizer=True
+        only. Buffers of gradients and gathered weights are freed, whatever grad is. While gradients
+        wait for a step, the weights stay on the device.
         """
-        if self.optimizer is None or not optimizer:
-            return
+        optimizer = optimizer and self.optimizer is not None
         if device == get_device_name():
-            self.optimizer.reload_states()
-        else:
-            waits = self._core.reducer.holds_grads
-            self.optimizer.offload_states(["optim_states"] if waits else None)
+            if model:
+                states = optimizer or not self.is_optimizer_offload_enabled
+                reload_states(self.module, states=states)
+            elif optimizer:
+                self.optimizer.reload_states()
+        elif self._core.reducer.holds_grads:
+            if optimizer:
+                self.optimizer.offload_states(["optim_states"])
+        elif model:
+            offload_states(self.module)
+        elif optimizer:
+            self.optimizer.offload_states()
+
+    def _move(self, device: str) -> None:
+        """Move the parts that the configuration keeps in host memory between phases."""
+        model, optimizer = self.is_param_offload_enabled, self.is_optimizer_offload_enabled
+        self.to(device, model=model, optimizer=optimizer)
+
+    @contextmanager
+    def _weights_on_device(self) -> Iterator[None]:
+        """Have the weights on the device inside, and move them back if they were in host memory."""
+        away = self._core.weights_away is not None
+        if away:
+            self.to(get_device_name(), optimizer=False)
+        try:
+            yield
+        finally:
+            if away:
+                self.to("cpu", optimizer=False)
+
+    def _yielded(self, weights: Iterator[Any]) -> Iterator[Any]:
+        # entered with the first weight: verl's worker asks for two streams before it reads one
+        with self._weights_on_device():
+            yield from weights
 
     # --- weights for rollouts ---------------------------------------------------------------------
 
@@ -221,16 +249,19 @@ class _Engine(FSDPEngine):
         configuration if the rollout gets adapters. Every rank iterates to the end.
 
         base_sync_done: of adapters that are not merged, yield the adapters, else their base.
-        layered_summon is ignored: weights are never gathered all at once.
+        layered_summon is ignored: weights are never gathered all at once. Weights in host memory
+        are on the device from the first tensor to the end.
         """
         peft = getattr(self.module, "peft_config", None)
         if peft is None or self.model_config.lora.get("merge", False):
             merge = peft is not None
-            return stream_params(self.module, names="huggingface", merge_adapters=merge), None
+            stream = stream_params(self.module, names="huggingface", merge_adapters=merge)
+            return self._yielded(stream), None
         config = peft["default"]
         if base_sync_done:
-            return stream_params(self.module, only_trainable=True), config.to_dict()
-        return self._base(config), config.to_dict()
+            stream = stream_params(self.module, only_trainable=True)
+            return self._yielded(stream), config.to_dict()
+        return self._yielded(self._base(config)), config.to_dict()
 
     def _base(self, config: Any) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the weights under the adapters, by the names that a rollout with LoRA has."""
@@ -260,7 +291,7 @@ class _Engine(FSDPEngine):
                 "layout, such as one tensor for each expert; expected the same layout, or "
                 'checkpoint_engine.backend="naive"'
             )
-        return self._parts(), None
+        return self._yielded(self._parts()), None
 
     def _parts(self) -> Iterator[tuple[str, torch.Tensor, Any]]:
         engine = self._core
@@ -300,13 +331,14 @@ class _Engine(FSDPEngine):
         _expect("hdfs_path", hdfs_path, None)
         manager = self.checkpoint_manager
         if manager.should_save_model or manager.should_save_optimizer:
-            save(
-                local_path,
-                self.module,
-                self.optimizer if manager.should_save_optimizer else None,
-                scheduler=self.lr_scheduler if manager.should_save_extra else None,
-                exclude_frozen_parameters=self._adapters_alone,
-            )
+            with self._weights_on_device():
+                save(
+                    local_path,
+                    self.module,
+                    self.optimizer if manager.should_save_optimizer else None,
+                    scheduler=self.lr_scheduler if manager.should_save_extra else None,
+                    exclude_frozen_parameters=self._adapters_alone,
+                )
         folder = Path(local_path) / "huggingface"
         if self.rank == 0:
             config = self.model_config
@@ -314,7 +346,8 @@ class _Engine(FSDPEngine):
                 if each is not None:
                     each.save_pretrained(folder)
         if manager.should_save_hf_model:
-            self.module.save_pretrained(folder)
+            with self._weights_on_device():
+                self.module.save_pretrained(folder)
         if self.rank == 0:
             manager.register_checkpoint(local_path, max_ckpt_to_keep)
         dist.barrier()
@@ -333,8 +366,8 @@ class _Engine(FSDPEngine):
         _expect("hdfs_path", hdfs_path, None)
         if local_path is None:
             return
-        manager, away = self.checkpoint_manager, self._is_offload_optimizer
-        self.to(get_device_name(), optimizer=away)
+        manager = self.checkpoint_manager
+        self._move(get_device_name())
         load(
             local_path,
             self.module,
@@ -342,7 +375,7 @@ class _Engine(FSDPEngine):
             scheduler=self.lr_scheduler if manager.should_load_extra else None,
             strict=not self._adapters_alone,
         )
-        self.to("cpu", optimizer=away)
+        self._move("cpu")
 
     @property
     def _adapters_alone(self) -> bool:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 pytest.importorskip("verl", reason="verl is not installed")
 
+import shardcore
 from tests.support.language_models import tiny_mixtral
 from tests.support.ranks import run_ranks
 from tests.support.verl import (
@@ -35,6 +36,8 @@ pytestmark = pytest.mark.more
 
 ROOT = Path(__file__).resolve().parents[2]
 FP32 = {"param_dtype": "fp32", "reduce_dtype": "fp32"}
+PARAMS = {"param_offload": True}
+BOTH = {"param_offload": True, "optimizer_offload": True}
 LORA = {"lora_rank": 2, "lora_alpha": 4, "target_modules": ["q_proj", "down_proj"]}
 
 
@@ -48,6 +51,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 def largest_difference(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     assert a.keys() == b.keys()
     return max(float((a[name] - b[name]).abs().max()) for name in a)
+
+
+def on_a_gpu(rank: int, world_size: int, function: Any, *args: Any) -> Any:
+    """Call it as if the device were a GPU, from which weights and states can be moved."""
+    with (
+        patch("shardcore.integrations.verl.get_device_name", lambda: "cuda"),
+        patch("verl.workers.engine.base.get_device_name", lambda: "cuda"),
+    ):
+        return function(rank, world_size, *args)
 
 
 # --- training ---------------------------------------------------------------------------------
@@ -177,13 +189,9 @@ def lora_weights(rank: int, world_size: int, folder: str, backend: str, options:
 
 
 def test_adapters_and_their_base(folder: str) -> None:
-    (verls, *more), (ours, *more_of_ours) = (
-        run_ranks(2, lora_weights, folder, backend, options)[1]
-        for backend, options in [
-            ("fsdp2", {"mixed_precision": FP32}),
-            ("shardcore", {"precision": "fp32"}),
-        ]
-    )
+    options = {"precision": "fp32", **PARAMS}
+    verls, *more = run_ranks(2, lora_weights, folder, "fsdp2", {"mixed_precision": FP32})[1]
+    ours, *more_of_ours = run_ranks(2, on_a_gpu, lora_weights, folder, "shardcore", options)[1]
     assert more_of_ours[0]["r"] == LORA["lora_rank"]
     assert more_of_ours[:3] == more[:3]
     assert torch.allclose(more_of_ours[3], more[3], atol=1e-5)
@@ -269,32 +277,103 @@ def test_experts_are_split_for_rollouts_and_refused_in_parts(tmp_path: Path) -> 
 # --- phases and checkpoints -------------------------------------------------------------------
 
 
-def phases(rank: int, world_size: int, folder: str) -> Any:
-    """How far weights after steps with the states in host memory between them are from those
-    without; that streamed then is what is streamed afterwards.
+def on_device(engine: Any) -> tuple[int, int]:
+    """The bytes of weights, and of all else, that memory_report finds on the device."""
+    report = shardcore.memory_report(engine.module)
+    here = [line for line in report.lines if line.tier == "device"]
+    weights = sum(line.bytes for line in here if line.kind == "weights")
+    return weights, sum(line.bytes for line in here) - weights
+
+
+def phases(rank: int, world_size: int, folder: str, options: Any, out: str) -> Any:
+    """Two steps as verl's worker runs them, with log probabilities, streams and saves between
+    them. Returns their results, the weights, and the bytes on the device at each place.
     """
-    results = []
-    for away in (False, True):
-        engine = engine_of(folder, optimizer_offload=away)
-        # as if the device were a GPU, from which states can be moved
-        with patch("shardcore.integrations.verl.get_device_name", lambda: "cuda"):
-            for step in range(2):
-                if away:
-                    engine.to("cpu", model=False, grad=False)
-                    with pytest.raises(ValueError, match=r"offload_states\(\)"):
-                        engine.optimizer.step()
-                    streamed = weights_of(engine)
-                    engine.to("cuda")
-                    assert largest_difference(streamed, weights_of(engine)) == 0
-                with engine.train_mode(disable_auto_offload=True):
-                    engine.train_batch(batch(step, rank), sft())
-                engine.lr_scheduler_step()
-        results.append(weights_of(engine))
-    return largest_difference(*results)
+    engine = engine_of(folder, **options)
+    seen, results = {"at first": on_device(engine)}, []
+    for step in range(2):
+        with engine.eval_mode():
+            seen["eval"] = on_device(engine)
+            output = engine.infer_batch(batch(step, rank))
+            results.append(output["model_output"]["log_probs"].values().tolist())
+        seen["between"] = on_device(engine)
+        results.append(train(engine, sft(), range(step, step + 1)))
+        first, second = engine.get_per_tensor_param()[0], engine.get_per_tensor_param()[0]
+        streamed = {name: weight.float().clone() for name, weight in second}
+        seen["streamed"] = on_device(engine)
+        next(first)
+        seen["in the stream"] = on_device(engine)
+        assert sum(1 for _ in first) == len(streamed) - 1
+        assert sum(1 for _ in engine.get_per_tensor_param_shard()[0]) == len(streamed)
+        engine.save_checkpoint(f"{out}/{step}")
+        seen["saved"] = on_device(engine)
+    if options:
+        with pytest.raises(ValueError, match="in host memory since"):
+            engine.optimizer.step()
+    engine.load_checkpoint(f"{out}/0")
+    seen["loaded"] = on_device(engine)
+    results.append(train(engine, sft(), range(1, 2)))
+    return results, weights_of(engine), seen
 
 
-def test_states_leave_the_device_between_phases(folder: str) -> None:
-    assert run_ranks(2, phases, folder) == [0, 0]
+@pytest.mark.parametrize("options", [{"optimizer_offload": True}, PARAMS, BOTH])
+def test_weights_and_states_leave_the_device_between_phases(
+    folder: str, tmp_path: Path, options: dict[str, Any]
+) -> None:
+    straight = run_ranks(2, phases, folder, {}, str(tmp_path / "straight"))
+    away = run_ranks(2, on_a_gpu, phases, folder, options, str(tmp_path / "away"))
+    for (results, weights, seen), (others, same, kept) in zip(away, straight, strict=True):
+        size = kept["at first"][0]
+        assert results == others
+        assert largest_difference(weights, same) == 0
+        for place in ("at first", "between", "streamed", "saved", "loaded"):
+            assert (seen[place][0] == 0) is ("param_offload" in options), place
+            assert seen[place][1] == 0, place
+        for place in ("eval", "in the stream"):
+            assert seen[place][0] >= size, place  # and gathered ones
+            assert (seen[place][1] == 0) is ("optimizer_offload" in options), place
+
+
+def of_a_reference(rank: int, world_size: int, folder: str, options: Any) -> Any:
+    """The log probabilities of a reference model, twice; what was on the device between them."""
+    engine = engine_of(folder, forward_only=True, **options)
+    results, seen = [], [on_device(engine)]
+    for step in range(2):
+        with engine.eval_mode():
+            output = engine.infer_batch(batch(step, rank))
+        results.append(output["model_output"]["log_probs"].values().tolist())
+        seen.append(on_device(engine))
+    return results, seen
+
+
+def test_a_reference_model_leaves_the_device(folder: str) -> None:
+    straight = run_ranks(2, of_a_reference, folder, {})
+    away = run_ranks(2, on_a_gpu, of_a_reference, folder, PARAMS)
+    for (results, seen), (others, stays) in zip(away, straight, strict=True):
+        assert results == others
+        assert seen == [(0, 0)] * 3
+        assert all(weights > 0 for weights, _ in stays)
+
+
+def with_gradients(rank: int, world_size: int, folder: str, options: Any) -> Any:
+    """Two steps whose gradients wait while verl switches modes between backward and step."""
+    engine = engine_of(folder, **options)
+    for step in range(2):
+        with engine.train_mode(zero_grad_on_exit=False):
+            engine.forward_backward_batch(batch(step, rank), sft())
+        with engine.train_mode():
+            norm = engine.optimizer_step()
+            engine.lr_scheduler_step()
+    return norm, weights_of(engine), on_device(engine)
+
+
+def test_weights_stay_while_gradients_wait(folder: str) -> None:
+    straight = run_ranks(2, with_gradients, folder, {})
+    away = run_ranks(2, on_a_gpu, with_gradients, folder, BOTH)
+    for (norm, weights, left), (norm_again, same, _) in zip(away, straight, strict=True):
+        assert norm == norm_again
+        assert largest_difference(weights, same) == 0
+        assert left == (0, 0)
 
 
 def saved(rank: int, world_size: int, folder: str, out: str) -> Any:
@@ -365,7 +444,6 @@ def test_checkpoints_of_adapters_alone(folder: str, tmp_path: Path) -> None:
         ({"ulysses_sequence_parallel_size": 2}, "ulysses_sequence_parallel_size is 2; expected 1"),
         ({"precision": "bf8"}, "precision is 'bf8'; expected one of"),
         ({"dtype": "float16"}, r"dtype is 'float16'; expected 'bfloat16' \(set precision\)"),
-        ({"param_offload": True}, "param_offload is True; expected False .offload={params: cpu}"),
         ({"strategy": "fsdp"}, "strategy is 'fsdp'; expected 'shardcore'"),
     ],
 )
