@@ -58,6 +58,7 @@ class ShardcoreEngineConfig(EngineConfig):
             training. A stream to the rollout brings back the weights for its duration.
         optimizer_offload: Move optimizer states to host memory between the phases of training.
             With param_offload, too, only training brings them back.
+        ulysses_sequence_parallel_size: The number of ranks that share each sequence.
         use_no_sync_for_gradient_accumulation: Add gradients of micro-batches locally, and reduce
             once in a step.
 
@@ -88,7 +89,6 @@ class ShardcoreEngineConfig(EngineConfig):
         if self.precision not in _DTYPES:
             raise ValueError(f"precision is {self.precision!r}; expected one of {list(_DTYPES)}")
         _expect("strategy", self.strategy, _NAME)
-        _expect("ulysses_sequence_parallel_size", self.ulysses_sequence_parallel_size, 1)
         _expect("dtype", self.dtype, "bfloat16", "set precision")
         _expect("router_replay.mode", self.router_replay.mode, "disabled")
 
@@ -309,7 +309,7 @@ class _Engine(FSDPEngine):
                 if start < end:
                     place = piece.param_start + start - piece.start
                     part = bucket.owned_values(start, end - start).to(engine.device)
-            spec = ShardSpec(shape, place=place, gather_group=self.get_data_parallel_group())
+            spec = ShardSpec(shape, place=place, gather_group=dist.group.WORLD)
             yield plain_name(name), part, spec
 
     # --- checkpoints ------------------------------------------------------------------------------
@@ -425,5 +425,10 @@ _PADDING = {"use_remove_padding": "${oc.select:actor_rollout_ref.model.use_remov
 _store("model_engine", _NAME, {"model_engine": _NAME}, "_global_")
 _store("engine", _NAME, _engine_node())
 _store("actor", f"{_NAME}_actor", _role(ShardcoreActorConfig, "actor", **_PADDING))
-_store("ref", f"{_NAME}_ref", _role(ShardcoreActorConfig, "ref", shardcore={"forward_only": True}))
+_ULYSSES = "ulysses_sequence_parallel_size"  # a reference model follows its actor, as verl's do
+_OF_REF = {
+    "forward_only": True,
+    _ULYSSES: f"${{oc.select:actor_rollout_ref.actor.{_NAME}.{_ULYSSES},1}}",
+}
+_store("ref", f"{_NAME}_ref", _role(ShardcoreActorConfig, "ref", shardcore=_OF_REF))
 _store("critic", f"{_NAME}_critic", _role(ShardcoreCriticConfig, "critic"))

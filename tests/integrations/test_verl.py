@@ -29,6 +29,7 @@ from tests.support.verl import (
     sft,
     train,
     use_cpu,
+    use_packed_attention,
     weights_of,
 )
 
@@ -36,6 +37,7 @@ pytestmark = pytest.mark.more
 
 ROOT = Path(__file__).resolve().parents[2]
 FP32 = {"param_dtype": "fp32", "reduce_dtype": "fp32"}
+PACKED = {"override_config": {"attn_implementation": "packed"}}
 PARAMS = {"param_offload": True}
 BOTH = {"param_offload": True, "optimizer_offload": True}
 LORA = {"lora_rank": 2, "lora_alpha": 4, "target_modules": ["q_proj", "down_proj"]}
@@ -100,6 +102,45 @@ def test_engine_trains_as_verls_fsdp_engine(folder: str, kind: str) -> None:
                 assert sum(losses) == pytest.approx(sum(verls_losses), rel=1e-5)
                 assert (len(losses) == len(verls_losses)) is same_parts
             assert largest_difference(weights, verls[1]) < 1e-5  # steps move weights by 1e-2
+
+
+def long_sequences(rank: int, world_size: int, folder: str, *runs: Any) -> Any:
+    """The losses, norms and weights of runs of (backend, options) with the attention that verl's
+    Ulysses wraps, and the rank's place among those with other sequences.
+    """
+    results = []
+    use_packed_attention()
+    for backend, options in runs:
+        engine = engine_of(folder, backend, model=PACKED, **options)
+        results.append((train(engine, sft(), use_remove_padding=True), weights_of(engine)))
+    for _, _, spec in engine.get_per_tensor_param_shard()[0]:  # shards are over all ranks
+        assert dist.get_world_size(spec.gather_group) == world_size
+    return results, engine.get_data_parallel_rank()
+
+
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ulysses_trains_as_verls_fsdp_engine(folder: str, world_size: int) -> None:
+    halves = {"ulysses_sequence_parallel_size": 2}
+    runs = [
+        ("fsdp2", {"mixed_precision": FP32, **halves}),
+        ("shardcore", {"precision": "fp32", **halves}),
+    ]
+    whole = [("shardcore", {"precision": "fp32"})]
+    sequences_whole = run_ranks(world_size // 2, long_sequences, folder, *whole)
+    for rank, ((verls, ours), place) in enumerate(
+        run_ranks(world_size, long_sequences, folder, *runs)
+    ):
+        assert place == rank // 2
+        for (losses, norm), (verls_losses, verls_norm), (whole_losses, whole_norm) in zip(
+            ours[0], verls[0], sequences_whole[place][0][0][0], strict=True
+        ):
+            assert losses == pytest.approx(verls_losses, rel=1e-5)
+            assert losses == pytest.approx(whole_losses, rel=1e-5)
+            if rank % 2 == 0:  # verl reports the norm on the first rank of each sequence
+                assert norm == pytest.approx(verls_norm, rel=1e-5)
+                assert norm == pytest.approx(whole_norm, rel=1e-5)
+        assert largest_difference(ours[1], verls[1]) < 1e-5
+        assert largest_difference(ours[1], sequences_whole[place][0][0][1]) < 1e-5
 
 
 def with_bf16(rank: int, world_size: int, folder: str) -> Any:
@@ -441,7 +482,6 @@ def test_checkpoints_of_adapters_alone(folder: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        ({"ulysses_sequence_parallel_size": 2}, "ulysses_sequence_parallel_size is 2; expected 1"),
         ({"precision": "bf8"}, "precision is 'bf8'; expected one of"),
         ({"dtype": "float16"}, r"dtype is 'float16'; expected 'bfloat16' \(set precision\)"),
         ({"strategy": "fsdp"}, "strategy is 'fsdp'; expected 'shardcore'"),
@@ -454,45 +494,63 @@ def test_configuration_names_what_is_not_supported(given: dict[str, Any], messag
         ShardcoreEngineConfig(**given)
 
 
-COMMAND = """
-import verl  # as the first import of its trainer
-from hydra import compose, initialize_config_module
-from verl.utils.config import omega_conf_to_dataclass
+def composed(trainer: str, *overrides: str) -> Any:
+    """The configuration that a command of verl runs with."""
+    from omegaconf import OmegaConf
 
-with initialize_config_module("verl.trainer.config", version_base=None):
-    config = compose("ppo_trainer", overrides=[
-        "model_engine=shardcore", "actor_rollout_ref.actor.shardcore.stage=2",
-        "actor_rollout_ref.actor.shardcore.offload={optimizer: cpu}",
-        "critic.shardcore.precision=fp32", "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
-        "critic.ppo_micro_batch_size_per_gpu=1", "actor_rollout_ref.ref.shardcore.stage=3",
-    ])
-    actor = omega_conf_to_dataclass(config.actor_rollout_ref.actor)
-    critic = omega_conf_to_dataclass({k: v for k, v in config.critic.items() if k != "model"})
-    sft = compose("sft_trainer_engine", overrides=["engine=shardcore", "engine.stage=1"])
-    engine = omega_conf_to_dataclass(sft.engine)
-from verl.workers.engine import EngineRegistry
-
-for each in (actor.engine, critic.engine, engine):
-    print(type(each).__name__, each.strategy, each.stage, each.offload, each.precision)
-print(config.actor_rollout_ref.ref.strategy, config.actor_rollout_ref.ref.shardcore.forward_only)
-print(EngineRegistry.get_engine_cls("value_model", "shardcore").__name__)
-"""
-
-
-def test_verls_command_line_finds_the_engine() -> None:
     environment = {**os.environ, "VERL_USE_EXTERNAL_MODULES": "shardcore.integrations.verl"}
+    command = ["-W", "ignore", "-m", f"verl.trainer.{trainer}", "--cfg", "job", "--resolve"]
     ran = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", COMMAND],
+        [sys.executable, *command, *overrides],
         env={**environment, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
         check=False,
     )
     assert ran.returncode == 0, ran.stderr
-    assert ran.stdout.splitlines()[-5:] == [
-        "ShardcoreEngineConfig shardcore 2 {'optimizer': 'cpu'} bf16",
-        "ShardcoreEngineConfig shardcore 3 None fp32",
-        "ShardcoreEngineConfig shardcore 1 None bf16",
-        "shardcore True",
-        "ShardcoreValueEngine",
+    return OmegaConf.create(ran.stdout)
+
+
+def test_verls_command_line_configures_all_roles() -> None:
+    from verl.utils.config import omega_conf_to_dataclass
+
+    config = composed(
+        "main_ppo",
+        "model_engine=shardcore",
+        "actor_rollout_ref.actor.shardcore.stage=2",
+        "actor_rollout_ref.actor.shardcore.offload={optimizer: cpu}",
+        "actor_rollout_ref.actor.shardcore.ulysses_sequence_parallel_size=2",
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=1",
+        "actor_rollout_ref.ref.shardcore.param_offload=True",
+        "actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=1",
+        "critic.shardcore.precision=fp32",
+        "critic.ppo_micro_batch_size_per_gpu=1",
+    )
+    actor, ref, critic = config.actor_rollout_ref.actor, config.actor_rollout_ref.ref, config.critic
+    del critic.model  # it reads files
+    for name in ("micro_batch_size", "micro_batch_size_per_gpu", "max_token_len_per_gpu"):
+        ref[f"ppo_{name}"] = ref.pop(f"log_prob_{name}")  # as verl's worker does
+    ref.use_dynamic_bsz = ref.pop("log_prob_use_dynamic_bsz")
+    ref.ppo_mini_batch_size = actor.ppo_mini_batch_size
+    engines = [omega_conf_to_dataclass(role).engine for role in (actor, ref, critic)]
+    engines.append(omega_conf_to_dataclass(composed("sft_trainer", "engine=shardcore").engine))
+    for role in (actor, ref, critic):
+        assert role.strategy == "shardcore"
+    assert [
+        (
+            each.strategy,
+            each.stage,
+            each.offload,
+            each.precision,
+            each.param_offload,
+            each.forward_only,
+            each.ulysses_sequence_parallel_size,
+        )
+        for each in engines
+    ] == [
+        ("shardcore", 2, {"optimizer": "cpu"}, "bf16", False, False, 2),
+        ("shardcore", 3, None, "bf16", True, True, 2),  # sequences are shared as the actor's are
+        ("shardcore", 3, None, "fp32", False, False, 1),
+        ("shardcore", 3, None, "bf16", False, False, 1),
     ]
+    assert all(type(each).__name__ == "ShardcoreEngineConfig" for each in engines)

@@ -12,7 +12,6 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-import torch.distributed as dist
 
 from tests.support.language_models import SIZES
 
@@ -117,11 +116,9 @@ def configurations(
     from shardcore.integrations.verl import ShardcoreEngineConfig
 
     kind = ShardcoreEngineConfig if backend == "shardcore" else FSDPEngineConfig
+    attention = {"override_config": {"attn_implementation": "sdpa"}}
     model_config = HFModelConfig(
-        path=str(folder),
-        load_tokenizer=False,
-        override_config={"attn_implementation": "sdpa"},
-        **(model or {}),
+        path=str(folder), load_tokenizer=False, **attention | (model or {})
     )
     model_config.model_type = model_type
     schedule = {"lr": 1e-2, "total_training_steps": 10, "lr_warmup_steps": 2}
@@ -166,14 +163,36 @@ def _load_values_without_flash_attention() -> None:
     verl.utils.model.load_valuehead_model = load
 
 
+def use_packed_attention() -> None:
+    """Let attn_implementation="packed" be what verl wraps for Ulysses: flash attention, whose
+    kernel is torch's attention within each of the packed sequences.
+    """
+    from transformers import AttentionInterface
+    from transformers.integrations import flash_attention
+    from verl.models.transformers import monkey_patch
+
+    def kernel(query: Any, key: Any, value: Any, *_: Any, position_ids: Any, **options: Any) -> Any:
+        sequence = (position_ids[0] == 0).cumsum(0)
+        within = (sequence[:, None] == sequence).tril()
+        heads = (each.transpose(1, 2) for each in (query, key, value))
+        scale = options["softmax_scale"]
+        return torch.nn.functional.scaled_dot_product_attention(
+            *heads, attn_mask=within, scale=scale, enable_gqa=True
+        ).transpose(1, 2)
+
+    monkey_patch._flash_attention_forward = kernel
+    AttentionInterface.register("packed", flash_attention.flash_attention_forward)
+
+
 def train(engine: Any, loss: Any, steps: range = range(3), **settings: Any) -> list[Any]:
-    """Run steps as verl's worker does. Returns losses and norms."""
+    """Run steps as verl's worker does. Returns losses, and norms where verl reports them."""
     results = []
     for step in steps:
         with engine.train_mode():
-            output = engine.train_batch(batch(step, dist.get_rank(), **settings), loss)
+            data = batch(step, engine.get_data_parallel_rank(), **settings)
+            output = engine.train_batch(data, loss)
             engine.lr_scheduler_step()
-        results.append((output["loss"], output["metrics"]["grad_norm"]))
+        results.append((output["loss"], output["metrics"].get("grad_norm")))
     return results
 
 
