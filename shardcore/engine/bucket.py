@@ -374,8 +374,8 @@ class Bucket:
         (offload/split_store.py); the CPU updates the other `host_numel`, whose states are in host
         memory.
     changed: the owned weights have edits that their masters do not have yet; perhaps through
-        `p.data`, which no version counter shows. Not known of weights in files, nor where the
-        unsharded weights are the shard.
+        `p.data`, which no version counter shows. Not known where the unsharded weights are the
+        shard.
     rewritten: whether others than steps wrote to the owned weights since `take_changes`. bits: by
         "device" and "host", a bit for each owned weight that is updated there, set by a step that
         changes it; empty where steps note nothing (engine/changes.py).
@@ -509,10 +509,8 @@ class Bucket:
             return
         edited, old = self.owned_slice(self.weight), self.owned_weight
         if self.files is not None:
-            self.files.assign(self, 0, edited)
-            self.rewritten = True  # perhaps: nothing compares them
-            return
-        if self.tier is not None:
+            old = self.files.values(self, 0, self.owned_numel).to(edited.device)
+        elif self.tier is not None:
             old = torch.empty_like(edited)
             self.tier.from_tier(old, self.owned_weight).synchronize()
         ranges = [(0, self.owned_numel)]
@@ -523,7 +521,9 @@ class Bucket:
         if all(_same_bits(old[start:end], edited[start:end]) for start, end in ranges):
             return
         self.changed = self.rewritten = True
-        if self.tier is not None:
+        if self.files is not None:
+            self.files.assign(self, 0, edited)
+        elif self.tier is not None:
             self.tier.to_tier(self.owned_weight, edited).synchronize()
         else:
             self.owned_weight.copy_(edited)

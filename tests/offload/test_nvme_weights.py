@@ -249,6 +249,34 @@ def test_errors_name_file_and_offset(
     assert str(tmp_path) in str(error.value)
 
 
+def _edited_by_data(rank: int, world_size: int, run: Run) -> tuple[str, bool]:
+    """Return the hash after an edit of p.data and a step, and whether a read alone wrote files."""
+    model, optimizer, _ = train(rank, run)
+    wrote = False
+
+    def noted(weights: NvmeWeights, bucket: Any, start: int, values: torch.Tensor) -> None:
+        nonlocal wrote
+        wrote = True
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(NvmeWeights, "assign", noted)
+        with shardcore.full_params(model):
+            pass
+    with shardcore.full_params(model):
+        model.blocks[1].up.weight.data.clamp_(-0.01, 0.01)
+    stepped(model, optimizer, rank, run.steps)
+    return hash_of_training(model, optimizer), wrote
+
+
+@pytest.mark.parametrize("form", ["masters", "stochastic"])
+def test_full_params_writes_what_was_edited_through_data_and_nothing_else(
+    form: str, tmp_path: Path
+) -> None:
+    found = [run_ranks(2, _edited_by_data, _run(form, folder)) for folder in (None, tmp_path)]
+    assert_one(hash_ for ranks in found for hash_, _ in ranks)
+    assert not any(wrote for ranks in found for _, wrote in ranks)
+
+
 def test_a_model_that_only_runs_forward(tmp_path: Path) -> None:
     plain, model = make_net(), make_net()
     shardcore.shard(model, None, 3, offload={"params": "nvme", "path": str(tmp_path)})
