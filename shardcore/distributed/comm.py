@@ -32,7 +32,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from shardcore.distributed import watchdog
 from shardcore.distributed.clock import Clock, scope_type
-from shardcore.distributed.compare import Entry
+from shardcore.distributed.compare import Entry, in_words
 from shardcore.distributed.groups import (
     GroupSlot,
     NotAMemberError,
@@ -386,6 +386,24 @@ class Comm:
         why = self._why_broken
         if why:
             raise RuntimeError(why)
+
+    @contextmanager
+    def joining(self, what: str) -> Iterator[None]:
+        """Take memory for a collective, and start it. A rank that cannot starts none afterwards:
+        it would meet the other ranks, which wait for it at this one, with another message.
+        """
+        try:
+            yield
+        except Exception as error:
+            failure = f"this rank could not join {what}"
+            error.add_note(failure)
+            if self.world_size > 1:
+                slot = self._slot
+                slot.broken = slot.broken or f"{failure}: {in_words(error)}"
+                slot.spoiled = True
+                for log in self._logs:  # the watchdog tells the other ranks
+                    log.engine_gone = True
+            raise
 
     def begin_backward(self) -> None:
         """Note that a backward begins, which may wait for other ranks."""

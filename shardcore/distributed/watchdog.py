@@ -93,7 +93,7 @@ class Log:
         self.order: deque[str] = deque(maxlen=_REMEMBERED)
         self.started, self.digest = 0, 0
         self.in_order = False  # collectives run in the order in which they were started (NCCL)
-        self.engine_gone = False  # its engine is gone
+        self.engine_gone = False  # its engine is gone, or joins no collective any more
         # how many have reduced gradients or failed; one on this rank alone (autograd.grad) does not
         # count
         self.backwards = 0
@@ -485,7 +485,7 @@ class _Watch:
                 return None
             return _reason(
                 f"{name_ranks(arrived)} for {wait}; rank {other} does not take part: its engine is "
-                f"gone"
+                f"gone, or failed"
             ), [wait]
         # A backward that failed on a rank sends nothing more: ranks that wait inside the same
         # backward are stuck (`Log.failed`).

@@ -140,6 +140,7 @@ def _propose(
     kind, name = payload.kind, payload.name or op
     own = _header(zlib.crc32(op.encode()), bool(problems), _digest(entries))
     try:
+        comm.refuse_if_broken()
         rows, ranks = _exchange(
             lambda row: comm.all_gather_cpu(row, kind, name), own, payload.tensors
         )
@@ -306,7 +307,8 @@ class together:  # noqa: N801 - it is called as a function is
         """See the class."""
         if error is not None:
             error.add_note(f"{self._op}: {self._then}")
-        if self._ranks.world_size == 1:
+        # after a gather that failed there is no exchange: no rank would be told
+        if self._ranks.world_size == 1 or (error is not None and self._ranks.comm.broken):
             return  # the error continues
         problems = [] if error is None else [error]
         words = _WordsOfWork(self._ranks.comm, self._op, problems, self._then, self._ranks.parts)

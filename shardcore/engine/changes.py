@@ -126,7 +126,8 @@ class ChangedWeights:
         finally:
             values.close()
             for chunk in left:  # the other ranks gather all of it
-                self._gather(chunk, counts)
+                if not self._comm.broken:
+                    self._gather(chunk, counts)
         if self._error is not None:
             raise self._error
 
@@ -135,8 +136,9 @@ class ChangedWeights:
         where any may have. One exchange.
         """
         ranges = [part for chunk in self._chunks for part in chunk]
-        found = [self._count(part) for part in ranges]
-        row = torch.stack(found).cpu() if found else torch.empty(0, dtype=torch.int64)
+        with self._comm.joining("the counts of changes"):
+            found = [self._count(part) for part in ranges]
+            row = torch.stack(found).cpu() if found else torch.empty(0, dtype=torch.int64)
         ranks = self._ranks()
         rows = row[None]
         if len(ranks) > 1:
@@ -172,21 +174,20 @@ class ChangedWeights:
         """
         comm, ranks = self._comm, self._ranks()
         me, started, gathered = ranks.index(comm.rank), [], []
+        receivers = [rank for rank in ranks if rank in self._receivers]
         for part in chunk:
-            own = self._packed(part, counts[_key(part)][me])
-            cuts = part.cuts(len(ranks))
-            parts = [own[:0]] * len(ranks)
-            if self._receives:
-                parts = [
-                    own.new_empty(_words(b - a, count))
-                    for (a, b), count in zip(pairwise(cuts), counts[_key(part)], strict=True)
-                ]
-            parts[me] = own
-            gathered.append(parts)
-            if len(ranks) > 1:
-                name = f"changes of {part.bucket.unit or 'the root'}"
-                receivers = [rank for rank in ranks if rank in self._receivers]
-                started += comm.gather_parts(parts, Traffic.READ, name, ranks, receivers=receivers)
+            cuts, of_ranks = part.cuts(len(ranks)), counts[_key(part)]
+            words = [_words(b - a, n) for (a, b), n in zip(pairwise(cuts), of_ranks, strict=True)]
+            name = f"changes of {part.bucket.unit or 'the root'}"
+            with comm.joining(f"{name} ({2 * sum(words)} bytes)"):
+                own = self._packed(part, of_ranks[me])
+                parts = [own.new_empty(n if self._receives else 0) for n in words]
+                parts[me] = own
+                gathered.append(parts)
+                if len(ranks) > 1:
+                    started += comm.gather_parts(
+                        parts, Traffic.READ, name, ranks, receivers=receivers
+                    )
         wait_all(started)
         return gathered
 

@@ -9,7 +9,8 @@ they are before and after in the model. It is the same before the first forward 
 reader may ask for names once.
 
 Note [Errors]: a rank that cannot read its shard sends undefined values, so that the other ranks do
-not wait for it. The error is raised after the last chunk.
+not wait for it. The error is raised after the last chunk. A rank without memory for a chunk cannot
+take part: it raises at once, and the other ranks fail at this gather (`Comm.joining`).
 """
 
 from collections.abc import Collection, Generator, Iterator, Sequence
@@ -108,6 +109,10 @@ def params_of(chunk: Chunk) -> list[Managed]:
     return sorted((m for part in chunk for m in part.params), key=lambda managed: managed.index)
 
 
+def _name_of(chunk: Chunk) -> str:
+    return f"a stream of {chunk[0].bucket.unit or 'the root'}"
+
+
 def read_dtype(own: torch.dtype, asked: torch.dtype | None) -> torch.dtype:
     """Return the dtype in which weights of the dtype `own` are read."""
     return own if asked is None or not own.is_floating_point else asked
@@ -189,11 +194,15 @@ class FullWeights:
             raise self._error
 
     def _start(self) -> _Arriving | None:
-        """Start to gather the next chunk; None if there is none."""
-        chunk = next(self._chunks, None)
+        """Start to gather the next chunk; None if there is none, or a gather failed."""
+        chunk = None if self._comm.broken else next(self._chunks, None)
         if chunk is None:
             return None
-        with self._comm.scope(f"shardcore::stream({chunk[0].bucket.label})"):
+        sizes = [(r.end - r.start) * self._sent_dtype(r.bucket).itemsize for r in chunk]
+        with (
+            self._comm.scope(f"shardcore::stream({chunk[0].bucket.label})"),
+            self._comm.joining(f"{_name_of(chunk)} ({sum(sizes)} bytes)"),
+        ):
             fulls, own_parts = zip(*(self._own_part(part) for part in chunk), strict=True)
             return _Arriving(chunk, [*fulls], self._gather(chunk, fulls, own_parts))
 
@@ -213,10 +222,13 @@ class FullWeights:
         own = full[first - part.start : first - part.start + numel]
         return full, own.copy_(values)
 
+    def _sent_dtype(self, bucket: Bucket) -> torch.dtype:
+        """Return the smaller of the dtype that is read and the dtype that is asked for."""
+        read = torch.float32 if _reads_masters(bucket, self._dtype) else bucket.dtype
+        return min(read, read_dtype(bucket.dtype, self._dtype), key=lambda each: each.itemsize)
+
     def _read(self, bucket: Bucket, start: int, numel: int, masters: bool) -> torch.Tensor:
-        """Return owned values on the device, in the dtype in which they are sent: the smaller of
-        the dtype that is read and the dtype that is asked for.
-        """
+        """Return owned values on the device, in the dtype in which they are sent."""
         dtype = read_dtype(bucket.dtype, self._dtype)
         try:
             if masters:
@@ -228,10 +240,7 @@ class FullWeights:
             return values.to(self._comm.device)
         except Exception as error:  # see Note [Errors]
             self._error = self._error or error
-            sent = min(
-                torch.float32 if masters else bucket.dtype, dtype, key=lambda each: each.itemsize
-            )
-            return torch.zeros(numel, dtype=sent, device=self._comm.device)
+            return torch.zeros(numel, dtype=self._sent_dtype(bucket), device=self._comm.device)
 
     def _gather(
         self,
@@ -247,7 +256,7 @@ class FullWeights:
         ]
         if not travels or not self._receivers:
             return []
-        name = f"a stream of {chunk[0].bucket.unit or 'the root'}"
+        name = _name_of(chunk)
         whole = all(part.end - part.start == part.bucket.layout.numel for part, _, _ in travels)
         if whole and len(self._receivers) == len(ranks):
             return comm.all_gather(
