@@ -161,28 +161,24 @@ def stream_params(
         ValueError, TypeError, NotImplementedError: For arguments, on every rank.
         RuntimeError: On the other ranks, if a rank leaves its loop early, or fails.
     """
-    options = _Options(dtype, bucket_bytes, names, only_trainable, merge_adapters, changes, since)
+    options = _Options(
+        dtype, bucket_bytes, names, only_trainable, merge_adapters, changes, since, device
+    )
     engine = _engine_of(model)
     if engine is None:
-        return _of_ordinary(model, options, device)
+        return _of_ordinary(model, options)
     # now: the first tensor may be taken on another stream than this, which trains
     home = stream_now(engine.device)
-    return _made_on(home, _of_sharded(model, engine, options, ranks, device))
+    return _made_on(home, _of_sharded(model, engine, options, ranks))
 
 
-def _of_ordinary(
-    model: nn.Module, options: "_Options", device: torch.device | str | None
-) -> Iterator[tuple[str, torch.Tensor]]:
+def _of_ordinary(model: nn.Module, options: "_Options") -> Iterator[tuple[str, torch.Tensor]]:
     alone = _Plan(model, None, options)
-    yield from alone.tensors(alone.values(()), device)
+    yield from alone.tensors(alone.values(()), options.device)
 
 
 def _of_sharded(
-    model: nn.Module,
-    engine: Engine,
-    options: "_Options",
-    ranks: Sequence[int] | None,
-    device: torch.device | str | None,
+    model: nn.Module, engine: Engine, options: "_Options", ranks: Sequence[int] | None
 ) -> Generator[Any]:
     made: list[tuple[_Plan, set[int]]] = []
 
@@ -206,7 +202,7 @@ def _of_sharded(
 
     engine.agree(_OP, plan)
     chosen, receivers = made.pop()
-    changes, since = options.changes, options.since
+    changes, since, device = options.changes, options.since, options.device
     if changes is None:
         values = chosen.values(receivers)
         total = len(chosen.metadata) if engine.comm.rank in receivers else 0
@@ -215,11 +211,13 @@ def _of_sharded(
     streamed = chosen.metadata, receivers
     known = changes.knows(since, streamed)
     if since is not None and not known:
-        logger.warning(
-            "%s: since is %s, not the last version (%s) of these parameters and ranks; all "
-            "parameters are sent in full",
-            _OP, since, changes.version,
-        )  # fmt: skip
+        why = (
+            f"the loop over version {since} did not reach its end; expected it to take every item"
+            if since == changes.version and changes.unfinished
+            else f"since is {since}, not the last version ({changes.version}) of these parameters "
+            "and ranks"
+        )
+        logger.warning("%s: %s. All parameters are sent in full", _OP, why)
     taken = changes.begin(engine)
     if known:
         changed = chosen.changed(taken, receivers)
@@ -541,6 +539,7 @@ class _Options:
     merge_adapters: bool
     changes: Changes | None = None
     since: int | None = None
+    device: torch.device | str | None = None
 
     def check(self, model: object) -> None:
         """Raise TypeError or ValueError for arguments that are not supported."""
@@ -555,6 +554,13 @@ class _Options:
             raise ValueError(
                 f"{_OP}: bucket_bytes is {self.bucket_bytes!r}; expected a number of bytes or None"
             )
+        try:
+            torch.empty(0, device=self.device)
+        except Exception as error:  # of several types
+            raise ValueError(
+                f"{_OP}: device is {self.device!r}; expected a device that torch has here, such as "
+                '"cpu", or None'
+            ) from error
         if self.names not in ("model", "huggingface") and not callable(self.names):
             raise ValueError(
                 f'{_OP}: names is {self.names!r}; expected "model", "huggingface" or a function'

@@ -140,6 +140,8 @@ def _refused(rank: int, world_size: int) -> list[str]:
         {"names": "huggingface"},
         {"ranks": [2]},
         {"bucket_bytes": 0},
+        {"device": "foo"},
+        {"device": ("cpu", "cuda:99")[rank]},
     ):
         errors.append(error_of(lambda options=options: stream(**options)))
     with shardcore.full_params(model):
@@ -162,6 +164,8 @@ def test_bad_arguments_are_refused_on_every_rank() -> None:
         "expected a model of transformers",
         "ranks has 2; expected ranks of torch.distributed, 0 to 1",
         "bucket_bytes is 0; expected a number of bytes",
+        "device is 'foo'; expected a device that torch has here",
+        "device is 'cuda:99'; expected a device that torch has here",
         "called inside full_params; expected it after the block",
         "called inside a backward; expected it between steps",
     ]

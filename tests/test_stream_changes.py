@@ -10,6 +10,7 @@ from torch import nn
 
 import shardcore
 from shardcore.distributed.comm import Traffic
+from tests.support.logs import logged
 from tests.support.models import (
     assert_equal,
     batch_of,
@@ -265,6 +266,34 @@ def test_after_a_loop_that_ended_early_all_is_sent(stage: int, whole: bool) -> N
     errors = run_ranks(2, _left, stage, whole)
     assert "rank 1 failed: _LeftEarlyError: its loop ended at tensor 1" in errors[0][0]
     assert errors[1] == ["no error"]
+
+
+def _zipped(rank: int, world_size: int) -> tuple[list[str], list[str]]:
+    """Return the warnings of the sync after a loop that takes all items, but not the end; and of
+    a sync with an older version.
+    """
+    model, optimizer, reader = tracked(rank, 3)
+    reader.sync(model)
+    step(model, optimizer, 0, rank)
+    changed = len(reader.sync(model))
+    step(model, optimizer, 0, rank)
+    items = shardcore.stream_params(model, changes=reader.changes, since=reader.version)
+    taken = [name for _, (name, _, _) in zip(range(changed), items, strict=False)]
+    assert len(taken) == changed
+    del items
+    reader.version = reader.changes.version
+    with logged() as after_zip:
+        assert is_whole(reader.sync(model), model)
+    reader.version = 1
+    with logged() as older:
+        reader.sync(model)
+    return after_zip, older
+
+
+def test_the_warning_says_whether_a_loop_ended_early_or_the_version_is_older() -> None:
+    for after_zip, older in run_ranks(2, _zipped):
+        assert "the loop over version 3 did not reach its end; expected it to" in after_zip[0]
+        assert "since is 1, not the last version (4)" in older[0]
 
 
 def _writers(rank: int, world_size: int, stage: int, offload: Any, path: Path) -> None:

@@ -65,6 +65,11 @@ class Changes:
         """Whether changes since version `since` are known to readers of `streamed`."""
         return since == self.version and self._streamed == streamed
 
+    @property
+    def unfinished(self) -> bool:
+        """Whether the last stream did not reach its end, so that no reader has its version."""
+        return self.version > 0 and self._streamed is None
+
     def begin(self, engine: Engine) -> Taken:
         """Begin a new version."""
         self.version += 1
