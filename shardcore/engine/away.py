@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from shardcore._native import _C
-from shardcore.engine.bucket import Bucket, Managed, allocate
+from shardcore.engine.bucket import Bucket, Managed, allocate, closed_message
 from shardcore.engine.engine import WEIGHTS_AWAY, Engine, engine_behind
 from shardcore.engine.memory_report import report_now
 
@@ -48,6 +48,8 @@ def offload_states(model: nn.Module, *, pin_memory: bool = True) -> int:
     engine.offload_states(states=True, buffers=True, pin_memory=pin_memory)
     if engine.weights_away is None:
         engine.weights_away = WeightsAway(engine, pin_memory)
+        if engine.unsharder is not None:
+            engine.unsharder.explain(lambda name, _: f"the weights of {name} {WEIGHTS_AWAY}")
         if engine.device.type == "cuda":
             torch.cuda.empty_cache()
     return before - _device_bytes(engine)
@@ -69,6 +71,8 @@ def reload_states(model: nn.Module, *, states: bool = True) -> None:
     if isinstance(engine.weights_away, WeightsAway):
         engine.weights_away.bring_back()
         engine.weights_away = None
+        if engine.unsharder is not None:
+            engine.unsharder.explain(closed_message)
     if states:
         engine.reload_states()
 

@@ -527,9 +527,8 @@ class Engine:
         self.synchronize()
         if buffers and self.reducer.holds_grads:
             raise ValueError(
-                "offload_states: gradients of backwards since the last zero_grad() exist. Call "
-                "step() and zero_grad() (set_to_none=True) before, or use "
-                'include=["optim_states", "hp_params"]'
+                "offload_states: gradients of backwards since the last zero_grad() exist; expected "
+                "step() and zero_grad() (set_to_none=True) before"
             )
         on_device = self._on_device
         if states and on_device is not None and not on_device.away:

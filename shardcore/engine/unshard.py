@@ -332,8 +332,12 @@ class Unsharder:
 
     def note_profile(self, runs: bool) -> None:
         """Let the errors of sharded weights name a profiler that reads them, while it runs."""
+        self.explain(lambda name, unit: closed_message(name, unit, runs))
+
+    def explain(self, message: Callable[[str, str], str]) -> None:
+        """Let reads of sharded weights raise this message, made of the weight's name and unit."""
         for (bucket, _), (tensors, _, messages) in self._lent.items():
-            messages[:] = [closed_message(m.name, bucket.unit, runs) for m in bucket.params]
+            messages[:] = [message(m.name, bucket.unit) for m in bucket.params]
             if self._unit_of[bucket].state is not UnitState.UNSHARDED:
                 with suppress(
                     TypeError, ValueError
