@@ -1,6 +1,5 @@
 """stream_params: the full weights of a sharded model, unit by unit, and their metadata."""
 
-import re
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -9,8 +8,6 @@ import pytest
 import torch
 
 import shardcore
-from shardcore.engine.changes import ChangedWeights
-from shardcore.engine.full_weights import FullWeights
 from tests.support.models import (
     assert_equal,
     batch_of,
@@ -20,7 +17,6 @@ from tests.support.models import (
     made,
     make_net,
     of_forward,
-    stepped,
 )
 from tests.support.pretend_cuda import DEVICE, run_pretended, why_not
 from tests.support.ranks import run_ranks
@@ -285,48 +281,3 @@ def test_a_copy_that_fails_on_one_rank_is_an_error_on_all() -> None:
     first, second = run_ranks(2, _failing_copy)
     assert "rank 1 failed: MemoryError: no memory for a copy" in first[0]
     assert second == ["MemoryError: no memory for a copy"]
-
-
-def _without_memory(rank: int, world_size: int, since: int | None) -> tuple[list[str], set[str]]:
-    """Rank 1 has no memory for a unit. Return what a rank says, and what it started meanwhile."""
-    model: Any = make_net()
-    optimizer: Any = shardcore.FusedAdam(model.parameters(), lr=1e-4)
-    model, optimizer = shardcore.shard(model, optimizer, 3, precision="bf16")
-    changes = shardcore.track_changes(model)
-    list(shardcore.stream_params(model, changes=changes))
-    stepped(model, optimizer, rank, 0)
-    list(shardcore.stream_params(model, changes=changes, since=1))  # with bits from now on
-    stepped(model, optimizer, rank, 1)
-    where, name = (FullWeights, "_own_part") if since is None else (ChangedWeights, "_packed")
-    take = getattr(where, name)
-
-    def fails(weights: Any, part: Any, *args: Any) -> Any:
-        if rank == 1 and part.bucket.unit == "blocks.1":
-            raise torch.OutOfMemoryError("no more")
-        return take(weights, part, *args)
-
-    before = model._shardcore_engine.comm.collectives()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(where, name, fails)
-        with pytest.raises(RuntimeError) as found:
-            list(shardcore.stream_params(model, changes=changes, since=since))
-    after = model._shardcore_engine.comm.collectives()
-    said = [f"{found.type.__name__}: {found.value}", *getattr(found.value, "__notes__", [])]
-    if rank == 1:  # goes on
-        said.append(error_of(model.state_dict))
-    return said, {name for name, count in after.items() if count > before.get(name, 0)}
-
-
-@pytest.mark.parametrize("since", [None, 2])
-def test_a_rank_without_memory_raises_at_once_and_the_others_at_that_gather(
-    since: int | None,
-) -> None:
-    first, (own, started), third = run_ranks(3, _without_memory, since)
-    unit = ("a stream of" if since is None else "changes of") + " blocks.1"
-    assert own[0] == "OutOfMemoryError: no more"
-    assert re.fullmatch(rf"this rank could not join {unit} \(\d+ bytes\)", own[1])
-    assert f"{own[1]}: OutOfMemoryError: no more" in own[-1]
-    assert not any("blocks.1" in name or "blocks.2" in name for name in started)
-    for said, _ in (first, third):
-        assert unit in said[0]
-        assert "rank 1 does not take part: its engine is gone, or failed" in said[0]

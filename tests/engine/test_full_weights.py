@@ -1,5 +1,8 @@
-"""What is gathered at a time to read full weights, and that two chunks have memory."""
+"""What is gathered at a time to read full weights, that two chunks have memory, and a rank that has
+none for a chunk.
+"""
 
+import re
 from typing import Any
 
 import pytest
@@ -7,8 +10,9 @@ import torch
 from torch import nn
 
 import shardcore
+from shardcore.engine.changes import ChangedWeights
 from shardcore.engine.full_weights import FullWeights, chunks_of
-from tests.support.models import make_net
+from tests.support.models import error_of, make_net, stepped
 from tests.support.ranks import run_ranks
 
 WIDTH = 512
@@ -72,3 +76,48 @@ def _live(rank: int, world_size: int, keeps: bool) -> int:
 def test_two_units_have_memory_at_a_time() -> None:
     assert run_ranks(2, _live, False) == [2, 2]
     assert run_ranks(2, _live, True) == [6, 6]
+
+
+def _without_memory(rank: int, world_size: int, since: int | None) -> tuple[list[str], set[str]]:
+    """Rank 1 has no memory for a unit. Return what a rank says, and what it started meanwhile."""
+    model: Any = make_net()
+    optimizer: Any = shardcore.FusedAdam(model.parameters(), lr=1e-4)
+    model, optimizer = shardcore.shard(model, optimizer, 3, precision="bf16")
+    changes = shardcore.track_changes(model)
+    list(shardcore.stream_params(model, changes=changes))
+    stepped(model, optimizer, rank, 0)
+    list(shardcore.stream_params(model, changes=changes, since=1))  # with bits from now on
+    stepped(model, optimizer, rank, 1)
+    where, name = (FullWeights, "_own_part") if since is None else (ChangedWeights, "_packed")
+    take = getattr(where, name)
+
+    def fails(weights: Any, part: Any, *args: Any) -> Any:
+        if rank == 1 and part.bucket.unit == "blocks.1":
+            raise torch.OutOfMemoryError("no more")
+        return take(weights, part, *args)
+
+    before = model._shardcore_engine.comm.collectives()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(where, name, fails)
+        with pytest.raises(RuntimeError) as found:
+            list(shardcore.stream_params(model, changes=changes, since=since))
+    after = model._shardcore_engine.comm.collectives()
+    said = [f"{found.type.__name__}: {found.value}", *getattr(found.value, "__notes__", [])]
+    if rank == 1:  # goes on
+        said.append(error_of(model.state_dict))
+    return said, {name for name, count in after.items() if count > before.get(name, 0)}
+
+
+@pytest.mark.parametrize("since", [None, 2])
+def test_a_rank_without_memory_raises_at_once_and_the_others_at_that_gather(
+    since: int | None,
+) -> None:
+    first, (own, started), third = run_ranks(3, _without_memory, since)
+    unit = ("a stream of" if since is None else "changes of") + " blocks.1"
+    assert own[0] == "OutOfMemoryError: no more"
+    assert re.fullmatch(rf"this rank could not join {unit} \(\d+ bytes\)", own[1])
+    assert f"{own[1]}: OutOfMemoryError: no more" in own[-1]
+    assert not any("blocks.1" in name or "blocks.2" in name for name in started)
+    for said, _ in (first, third):
+        assert unit in said[0]
+        assert "rank 1 does not take part: its engine is gone, or failed" in said[0]
