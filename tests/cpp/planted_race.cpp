@@ -45,7 +45,7 @@ double ordered_sum_without_barrier() {
 }
 
 // Threads that happen to meet at a queue's mutex are in order: one round in a few goes unseen, so many never all do.
-constexpr int kRounds = 100;
+constexpr int kRounds = 1000;
 
 // A step over one staging buffer: a copy in, a change, a copy out.
 double step_over_copies(bool wait_for_arrival, bool wait_before_reuse) {
