@@ -220,6 +220,20 @@ def ordered_sum(
     pieces; it may be out itself.
     """
 
+def digest(
+    tensors: Sequence[torch.Tensor],
+    keys: Sequence[int],
+    first_blocks: Sequence[int],
+    rests: Sequence[torch.Tensor | None],
+) -> torch.Tensor:
+    """Digests of tensors, modulo 2^64 in an int64 tensor (n,) on their device; on CUDA queued.
+
+    tensors: contiguous, on one device: float32 | bfloat16 | float16 values, int32 words, or int8 |
+    uint8 | bool bytes. keys[i]: of 64 bits. first_blocks[i]: the number of the first 256-element
+    block of tensors[i] in the whole tensor. rests[i]: of bfloat16 weights the int16 remainders, so
+    that the digest is that of their float32 masters; of bytes float32 scales, one per 256 elements.
+    """
+
 def encode_moment(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """8-bit codes and scales of a moment, rounded to nearest: int8 for exp_avg, uint8 for
     exp_avg_sq.

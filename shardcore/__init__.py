@@ -23,6 +23,7 @@ from shardcore.checkpoint.load import Loaded, load
 from shardcore.checkpoint.save import save
 from shardcore.deepspeed import names
 from shardcore.deepspeed.initialize import initialize
+from shardcore.digest import digest
 from shardcore.engine.away import offload_states, reload_states
 from shardcore.engine.hooks import register_forward_method
 from shardcore.engine.loss_scale import LossScale
@@ -60,6 +61,7 @@ __all__ = [
     "chunked_cross_entropy",
     "clip_grad_norm_",
     "consolidate",
+    "digest",
     "full_grad",
     "full_params",
     "full_state",

@@ -31,11 +31,12 @@ ROOMS: dict[str, set[str]] = {
     "norm": {"core"},
     "reduce": {"core", "norm"},
     "elementwise": {"core"},
-    "isa": {"core", "adam", "norm", "reduce", "elementwise"},
+    "digest": {"core"},
+    "isa": {"core", "adam", "norm", "reduce", "elementwise", "digest"},
     "copy": {"core"},
     "offload": {"core", "adam", "copy"},
     "io": {"core", "copy"},
-    "bind": {"core", "adam", "norm", "reduce", "elementwise", "copy", "offload", "io"},
+    "bind": {"core", "adam", "norm", "reduce", "elementwise", "digest", "copy", "offload", "io"},
 }
 # What test files are named after: modules of shardcore/<folder>, or where it is listed here of
 # these folders, and these words.

@@ -186,6 +186,17 @@ RULES: dict[str, list[LoopRule]] = {
         LoopRule(loads=4 + 4 + 3, stores=3),
         LoopRule(loads=4 + 4 + 3, stores=3),
     ],
+    # One loop for float32, 16 bits, and a split master's halves. Narrower: bytes and their scale,
+    # and tails of single elements.
+    "digest_kernel": [
+        LoopRule(
+            loads=2 + 1 + 2,
+            stores=0,
+            narrower={("load", 1): 8, ("load", 2): 24, ("load", 4): 9, ("load", 8): 1},
+            instructions=365,
+            integer=195,
+        )
+    ],
     # Of gradient, weight and state each 16 bits or float32, and a float32 master.
     "element_kernel<false>": [LoopRule(loads=3 * 3, stores=2 * 3 + 2)],
     "element_kernel<true>": [LoopRule(loads=3, stores=3)],  # casts

@@ -41,6 +41,7 @@ GROUPS = {
         "reload_states",
     ),
     "Training loops": ("EMA", "join", "register_forward_method", "unfreeze"),
+    "Reproducibility": ("digest",),
     "Activations": (
         "checkpoint_wrapper",
         "apply_activation_checkpointing",

@@ -1,4 +1,4 @@
-// sq_norm, sq_norm_add, norm_from_sq, clipping, ordered_sum, dense.
+// sq_norm, sq_norm_add, norm_from_sq, clipping, ordered_sum, digest, dense.
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros.h>
@@ -11,10 +11,12 @@
 #include "bind/cuda_table.h"
 #include "bind/device_step.h"
 #include "core/grad_scale.h"
+#include "digest/digest_cpu.h"
 #include "norm/norm_cpu.h"
 #include "reduce/reduce_cpu.h"
 
 #ifdef SHARDCORE_WITH_CUDA
+#include "digest/digest_cuda.h"
 #include "norm/norm_cuda.h"
 #include "reduce/reduce_cuda.h"
 #endif
@@ -115,6 +117,50 @@ at::Tensor ordered_sum(const at::Tensor& pieces, int64_t world_size, const py::h
   return to_tensor(ordered_sum_cpu(op, torch_executor()));
 }
 
+DigestKind digest_kind(const Where& where, const at::Tensor& tensor, bool has_rest) {
+  switch (tensor.scalar_type()) {
+    case at::kInt:
+      return DigestKind::words;
+    case at::kByte:
+    case at::kChar:
+    case at::kBool:
+      return DigestKind::bytes;
+    default:
+      return has_rest ? DigestKind::split : static_cast<DigestKind>(float_dtype(where, tensor));
+  }
+}
+
+// Called by shardcore's own code alone, with lists of equal length on one device.
+at::Tensor digest(const py::handle& tensors, const std::vector<uint64_t>& keys, const std::vector<uint64_t>& first_blocks,
+                  const py::handle& rests) {
+  constexpr const char* op = "digest";
+  const TensorList list = tensors_of(op, "tensors", tensors), rest_list = tensors_of(op, "rests", rests, true);
+  const auto count = static_cast<int64_t>(list.size());
+  const at::Device device = list.empty() ? at::Device(at::kCPU) : list[0].device();
+  TORCH_INTERNAL_ASSERT(keys.size() == list.size() && first_blocks.size() == list.size() && rest_list.size() == list.size());
+  std::vector<DigestSegment> segments;
+  for (size_t i = 0; i < list.size(); ++i) {
+    const Where where{op, "tensors", static_cast<int64_t>(i)};
+    const at::Tensor& rest = rest_list[i];
+    check_layout(where, list[i], device);
+    segments.push_back({list[i].const_data_ptr(), rest.defined() ? rest.const_data_ptr() : nullptr, list[i].numel(), keys[i],
+                        first_blocks[i], digest_kind(where, list[i], rest.defined())});
+  }
+  const at::Tensor out = at::zeros({count}, at::TensorOptions().dtype(at::kLong).device(device));
+  auto* const sums = static_cast<uint64_t*>(out.data_ptr());
+  const py::gil_scoped_release no_gil;
+#ifdef SHARDCORE_WITH_CUDA
+  if (device.is_cuda()) {
+    const c10::cuda::CUDAGuard guard(device);
+    const DeviceTable<DigestSegment> table(segments, kDigestChunk, device);
+    if (table.num_chunks != 0) digest_cuda(table.get(), table.num_chunks, sums, current_stream(device));
+    return out;
+  }
+#endif
+  digest_cpu(segments.data(), count, sums, torch_executor());
+  return out;
+}
+
 // Whether a copy of a tensor is to have the strides of `like`, and not to be contiguous.
 bool sets_order(const at::Tensor& like, const at::Tensor& tensor) {
   return is_plain(like) && like.layout() == at::kStrided && !like.is_contiguous() && like.sizes() == tensor.sizes() &&
@@ -150,6 +196,7 @@ bool same_objects(const py::handle& a, const py::handle& b) {
 }  // namespace
 
 void bind_ops(py::module_& module) {
+  module.def("digest", &digest, py::arg("tensors"), py::arg("keys"), py::arg("first_blocks"), py::arg("rests"));
   module.def("sq_norm", &sq_norm, py::arg("tensors"));
   module.def("sq_norm_add", &sq_norm_add, py::arg("parts"));
   module.def("norm_from_sq", &norm_from_sq_of, py::arg("total"));

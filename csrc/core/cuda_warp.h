@@ -14,6 +14,10 @@ __device__ __forceinline__ void copy16_async(void* shared, const void* global) {
   const auto to = static_cast<uint32_t>(__cvta_generic_to_shared(shared));
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
 }
+__device__ __forceinline__ void add_to(uint64_t* sum, uint64_t x) {
+  static_assert(sizeof(unsigned long long) == sizeof(uint64_t));
+  atomicAdd(reinterpret_cast<unsigned long long*>(sum), static_cast<unsigned long long>(x));
+}
 __device__ __forceinline__ bool is_last_of(uint32_t* counter, uint32_t count) {
   __threadfence();
   const bool last = atomicInc(counter, count - 1) == count - 1;  // the last one puts 0 there
@@ -35,6 +39,11 @@ struct CudaWarp {
   // The x of the lane whose number differs in the bits of mask.
   __host__ __device__ __forceinline__ double shfl_xor(double x, [[maybe_unused]] int mask) const {
     SHARDCORE_ON_DEVICE(return __shfl_xor_sync(0xffffffffu, x, mask);)
+    return x;
+  }
+
+  __host__ __device__ __forceinline__ uint64_t shfl_xor(uint64_t x, [[maybe_unused]] int mask) const {
+    SHARDCORE_ON_DEVICE(return __shfl_xor_sync(0xffffffffu, static_cast<unsigned long long>(x), mask);)
     return x;
   }
 
@@ -64,6 +73,11 @@ struct CudaBlock : CudaWarp {
 
   // A barrier for all threads of the block; what they wrote to shared memory is visible to all.
   __host__ __device__ __forceinline__ void sync() const { SHARDCORE_ON_DEVICE(__syncthreads();) }
+
+  // *sum += x, in global memory, beside the same of other threads.
+  __host__ __device__ __forceinline__ void add([[maybe_unused]] uint64_t* sum, [[maybe_unused]] uint64_t x) const {
+    SHARDCORE_ON_DEVICE(add_to(sum, x);)
+  }
 
   // Called by one thread of each of the grid's `count` blocks, with a counter in global memory that is 0: whether it is the
   // last. After the next barrier that one's block sees all that the callers wrote before. It leaves the counter at 0.

@@ -9,6 +9,7 @@
 #endif
 
 #include "adam/adam_cpu_loop.h"
+#include "digest/digest_cpu_loop.h"
 #include "elementwise/element_cpu_loop.h"
 #include "norm/norm_cpu_loop.h"
 #include "reduce/reduce_cpu_loop.h"

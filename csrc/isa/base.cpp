@@ -6,6 +6,7 @@
 #define SHARDCORE_ISA isa_base
 
 #include "adam/adam_cpu_loop.h"
+#include "digest/digest_cpu_loop.h"
 #include "elementwise/element_cpu_loop.h"
 #include "norm/norm_cpu_loop.h"
 #include "reduce/reduce_cpu_loop.h"

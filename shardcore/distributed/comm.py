@@ -733,6 +733,14 @@ class Comm:
                 )
             wait_all(self._started(operation, [work]))
 
+    def add_up(self, totals: torch.Tensor, name: str) -> None:
+        """Add up an int64 tensor of every rank, modulo 2^64, in place. On `device`."""
+        if self.world_size > 1 and totals.numel() > 0:
+            operation = self._start(name)
+            with _explain_errors(operation):
+                work = dist.all_reduce(totals, group=self.group, async_op=True)
+            wait_all(self._started(operation, [work]))
+
     def scatter(
         self, received: torch.Tensor, parts: torch.Tensor, source: int, name: str = "a scatter"
     ) -> None:

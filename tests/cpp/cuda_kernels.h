@@ -1,4 +1,4 @@
-// The launches of csrc/norm, csrc/reduce and csrc/elementwise's .cu files, on the host's grid. Twin: what stands for
+// The launches of csrc/norm, csrc/reduce, csrc/digest and csrc/elementwise's .cu files, on the host's grid. Twin: what stands for
 // CUDA's block; a broken one must be rejected. first_chunk: those before it are left out, as if their elements were 0.
 #pragma once
 
@@ -7,6 +7,7 @@
 #include "core/grad_scale.h"
 #include "cpp/common.h"
 #include "cpp/host_grid.h"
+#include "digest/digest_cuda_body.h"
 #include "elementwise/element_cuda_body.h"
 #include "norm/norm_cuda_body.h"
 #include "reduce/reduce_cuda_body.h"
@@ -121,6 +122,16 @@ inline void element_cuda_body(const std::vector<ElementSegment>& segments, const
     const auto body = scalars.formula == Formula::assign ? element_body<true> : element_body<false>;
     body(table.get(), scalars, index, thread);
   });
+}
+
+template <typename Block = HostBlock>
+std::vector<uint64_t> digest_cuda_body(const std::vector<DigestSegment>& segments) {
+  std::vector<uint64_t> out(segments.size());
+  const HostTable table(segments, kDigestChunk);
+  HostGrid::run(table.num_chunks(), kDigestThreads, [&](int64_t index, int thread, const HostBlock& block) {
+    digest_body(table.get(), out.data(), index, thread, Block(block));
+  });
+  return out;
 }
 
 // How far two sums are apart, as a part of the first; 0 if both are not finite.

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <deque>
@@ -64,12 +65,16 @@ class HostBlock {
     return x;
   }
 
+  uint64_t shfl_xor(uint64_t x, int mask) const { return exchange(x)[lane_ ^ static_cast<size_t>(mask)]; }
+
   uint32_t shfl(uint32_t x, int from) const { return static_cast<uint32_t>(exchange(x)[static_cast<size_t>(from)]); }
 
   void sync() const {
     shared_.barrier->wait(sync_turn_);
     sync_turn_ ^= 1;
   }
+
+  void add(uint64_t* sum, uint64_t x) const { std::atomic_ref<uint64_t>(*sum).fetch_add(x, std::memory_order_relaxed); }
 
   // Blocks run one after the other, so it needs no fence.
   bool is_last(uint32_t* counter, uint32_t count) const {

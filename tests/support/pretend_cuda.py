@@ -43,6 +43,7 @@ READ = {  # by each kernel only read: positions of arguments, and names
     "cast": (1,),
     "sq_norm": (0,),
     "sq_norm_add": (0,),
+    "digest": (0, 3),
     "ordered_sum": (0, 2, "own", "scale"),
     "element_step": (1,),
     "device_step": (1, "grad_scale", "loss_scale", "found_inf"),
