@@ -31,6 +31,7 @@ from shardcore.engine.memory_report import MemoryReport, memory_report
 from shardcore.engine.regroup import unfreeze
 from shardcore.extras.activations import apply_activation_checkpointing, checkpoint_wrapper
 from shardcore.extras.cross_entropy import chunked_cross_entropy
+from shardcore.extras.determinism import Determinism, check_determinism
 from shardcore.extras.ema import EMA
 from shardcore.extras.pipeline import shard_pipeline
 from shardcore.extras.uneven import join
@@ -45,6 +46,7 @@ from shardcore.version import __version__
 __all__ = [
     "EMA",
     "CPUAdam",
+    "Determinism",
     "FusedAdam",
     "Lion",
     "Loaded",
@@ -57,6 +59,7 @@ __all__ = [
     "SequenceParallelLoader",
     "__version__",
     "apply_activation_checkpointing",
+    "check_determinism",
     "checkpoint_wrapper",
     "chunked_cross_entropy",
     "clip_grad_norm_",

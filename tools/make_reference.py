@@ -41,7 +41,7 @@ GROUPS = {
         "reload_states",
     ),
     "Training loops": ("EMA", "join", "register_forward_method", "unfreeze"),
-    "Reproducibility": ("digest",),
+    "Reproducibility": ("digest", "check_determinism", "Determinism"),
     "Activations": (
         "checkpoint_wrapper",
         "apply_activation_checkpointing",
@@ -73,6 +73,7 @@ MADE_BY = {
     shardcore.Saving: "save",
     shardcore.Loaded: "load",
     shardcore.MemoryReport: "memory_report",
+    shardcore.Determinism: "check_determinism",
 }
 LEFT_OUT = {"hold", "start"}  # what the engine calls of a Saving
 # "name, name: text", and in a section any such line; "Raises", which begins a paragraph of its own.

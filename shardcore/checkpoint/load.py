@@ -627,12 +627,13 @@ def restore_rank(
         if options.states:
             problem = f"{source.path} contains invalid 'random' states"
             with reporting(problem, "states written by save"):
-                _restore_random(of_rank["random"], engine.device)
+                restore_random(of_rank["random"], engine.device)
         for name, value in options.stateful.items():
             value.load_state_dict(of_rank["stateful"][name])
 
 
-def _restore_random(states: Mapping[str, Any], device: torch.device) -> None:
+def restore_random(states: Mapping[str, Any], device: torch.device) -> None:
+    """Set this rank's random generators to the states that `random_states` returned."""
     random.setstate(states["python"])
     torch.set_rng_state(states["torch"])
     if "numpy" in states and "numpy" in sys.modules:
