@@ -1,5 +1,5 @@
-"""The command line: ``shardcore info | run | estimate | consolidate | report | bench`` (or ``python
--m shardcore``).
+"""The command line: ``shardcore info | run | estimate | consolidate | report | compare | bench``
+(or ``python -m shardcore``).
 
 Exit status: 0 done; 2 wrong arguments, or no source checkout where one is needed; of ``bench`` the
 suite's own, of ``run`` that of the rank that failed first.
@@ -24,7 +24,7 @@ from shardcore.distributed import machine
 from shardcore.estimate import estimate_command as estimate
 from shardcore.estimate.fit import columns
 from shardcore.launch import run_command as launch
-from shardcore.metrics import report
+from shardcore.metrics import compare, report
 from shardcore.offload import disk
 from shardcore.options import DTYPES, nearest
 from shardcore.version import __version__
@@ -194,7 +194,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--version", action="version", version=f"shardcore {__version__}")
     commands = parser.add_subparsers(
-        required=True, metavar="info | run | estimate | consolidate | report | bench"
+        required=True, metavar="info | run | estimate | consolidate | report | compare | bench"
     )
 
     def command(
@@ -247,6 +247,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "report",
             report.run,
             "write an HTML page with plots of the metrics that shardcore.Metrics recorded",
+        )
+    )
+    compare.add_arguments(
+        command(
+            "compare",
+            compare.run,
+            "find the first step in which two runs differ, and what differs first in it",
         )
     )
     usage = "shardcore bench [SUITE [OPTIONS]]"

@@ -4,7 +4,6 @@ How they are computed: engine/digests.py. docs/reproducibility.md says what they
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from functools import partial
 from typing import Any, Literal, overload
 
 import torch
@@ -135,16 +134,10 @@ def _values_of(
         yield name, dtype_text(dtype), read
     elif what == "grads" and managed.has_grad:
         # one rank may keep them in the dtype of the weights; float32 has the same values
-        yield name, "float32", partial(_grad, bucket)
+        yield name, "float32", bucket.read_grad
     elif what == "states" and bucket.group is not None and managed.step > 0:
         for key, (dtype_name, read) in stored_states(engine, bucket).items():
             yield f"{name}.{key}", dtype_name, read
-
-
-def _grad(bucket: Bucket, start: int, numel: int) -> tuple[torch.Tensor, None]:
-    """Read a range of the reduced gradient that is on one tier."""
-    first, flat = next(part for part in reversed(bucket.grads()) if part[0] <= start)
-    return flat[start - first : start - first + numel], None
 
 
 def _add_full(

@@ -114,7 +114,7 @@ def test_only_what_is_built_is_offered(capsys):
         cli.main(["--help"])
     assert stop.value.code == 0
     text = capsys.readouterr().out
-    assert "info | run | estimate | consolidate | report | bench" in text
+    assert "info | run | estimate | consolidate | report | compare | bench" in text
     for bad in ([], ["estimate"], ["consolidate"], ["run"]):
         with pytest.raises(SystemExit) as stop:
             cli.main(bad)

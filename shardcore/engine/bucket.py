@@ -632,6 +632,11 @@ class Bucket:
         near = [] if self.grad is None else [(0, self.grad)]
         return near if self.host_grad is None else [*near, (self.device_numel, self.host_grad)]
 
+    def read_grad(self, start: int, numel: int) -> tuple[torch.Tensor, None]:
+        """View a range of the reduced gradient that is on one tier (see Digests.add)."""
+        first, flat = next(part for part in reversed(self.grads()) if part[0] <= start)
+        return flat[start - first : start - first + numel], None
+
     def own_grads(self) -> list[torch.Tensor]:
         """View the part of the reduced gradient whose norm this rank takes: what it added up
         (see `reduced_slice`).

@@ -116,9 +116,11 @@ class Digests:
         """Return the digests in the order of `names`: int64, on `device`."""
         self.flush()
         totals = torch.zeros(len(self._numbers), dtype=torch.int64, device=device)
-        for sums, part in self._done:
-            at = torch.tensor(sums, device="cpu").to(device, non_blocking=True)
-            totals.index_add_(0, at, part.to(device))
+        for of_device in {part.device for _, part in self._done}:
+            done = [(sums, part) for sums, part in self._done if part.device == of_device]
+            at = torch.tensor([number for sums, _ in done for number in sums], device="cpu")
+            parts = torch.cat([part for _, part in done]).to(device)
+            totals.index_add_(0, at.to(device), parts)
         return totals
 
 

@@ -441,6 +441,8 @@ class Reducer:
         # nothing is summed over ranks, nor unscaled
         self._alone = comm.world_size == 1 and not scaler.active
         self.sync = True  # False inside no_sync()
+        # called with a bucket and its local gradient, on the stream that sends it
+        self.before_send: Callable[[Bucket, torch.Tensor], None] | None = None
         self.muted = False  # this rank's gradients are left out (uneven.py)
         self.backwards = 0  # that gave gradients since the last step or zero_grad
         self._stepped = self._warned = False  # a step used the present gradients; a warning said so
@@ -567,6 +569,8 @@ class Reducer:
         assert local.state is not GradState.REDUCING
         local.state = GradState.REDUCING
         bucket = local.bucket
+        if self.before_send is not None:
+            self.before_send(bucket, reduce_scatter_input)
         with self.comm.scope(f"shardcore::reduce({bucket.label})"):
             if self.comm.world_size > 1:
                 self._exchange.send(bucket, reduce_scatter_input, self._finish)

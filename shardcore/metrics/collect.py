@@ -23,6 +23,7 @@ from shardcore.engine.agreement import Payload, agree, attempt, together
 from shardcore.engine.engine import Engine, engine_behind
 from shardcore.engine.memory_report import report_now
 from shardcore.metrics import writers
+from shardcore.metrics.run_digests import RunDigests, drop, writer_to
 from shardcore.metrics.writers import COLUMNS
 from shardcore.offload.cpu_store import CpuStore
 from shardcore.optim import ShardableOptimizer
@@ -47,6 +48,9 @@ class Metrics:
             are dropped.
         flops: Floating-point operations of a step on this rank. None: see `count_flops`.
         log: Print a line for each row.
+        digests: Also write directory/digests.jsonl: digests of what every so many-th step read,
+            computed and wrote, for `shardcore compare`. None: none, at no cost. Not with pipeline
+            stages.
         tensorboard: Also write to directory/tensorboard.
         wandb: Also write to Weights & Biases: True, or options of wandb.init.
 
@@ -66,6 +70,7 @@ class Metrics:
         start: int = 0,
         flops: float | None = None,
         log: bool = True,
+        digests: int | None = None,
         tensorboard: bool = False,
         wandb: bool | Mapping[str, Any] = False,
     ) -> None:
@@ -80,6 +85,7 @@ class Metrics:
         then = "nothing is measured"
         problems: list[BaseException] = []
         attempt(problems, lambda: _check(every, start, flops, folder, tensorboard))
+        attempt(problems, lambda: _check_digests(digests, folder, self._engine))
         optimizer: Any = self._engine._optimizer()
         if not isinstance(optimizer, ShardableOptimizer):
             problems.append(
@@ -89,7 +95,8 @@ class Metrics:
                 )
             )
         self._optimizer = optimizer
-        arguments = [("argument", "every", str(every)), ("argument", "start", str(start))]
+        given = {"every": every, "start": start, "digests": digests}
+        arguments = [("argument", name, str(value)) for name, value in given.items()]
         agree(
             self._comm,
             "Metrics",
@@ -101,9 +108,13 @@ class Metrics:
         )
         if ranks.rank == 0 and log:
             self._write.append(lambda row: print(writers.as_line(row), flush=True))
+        self._digests: RunDigests | None = None
         with together(ranks, "Metrics", then):
             if ranks.rank == 0:
                 self._open(folder, start, tensorboard, wandb)
+            if digests is not None and folder is not None:
+                write = writer_to(folder, start) if ranks.rank == 0 else drop
+                self._digests = RunDigests(self._engine, digests, start, write)
         self._comm.clock.start(self._engine.device)
         optimizer.register_step_post_hook(weakly(self._after_step))
         self._row: Row = {}  # what was noted right after the optimizer's step
@@ -113,10 +124,14 @@ class Metrics:
         self._first, self._since, self._before = start, perf_counter(), self._counts()
 
     def step(
-        self, *, loss: torch.Tensor | float | None = None, tokens: int | None = None
+        self,
+        *,
+        loss: torch.Tensor | float | None = None,
+        tokens: int | None = None,
+        position: int | str | None = None,
     ) -> Row | None:
-        """Record the end of a step, with this rank's `loss` (one element; not scaled) and the
-        number of `tokens` in the step.
+        """Record the end of a step, with this rank's `loss` (one element; not scaled), the number
+        of `tokens` in the step, and beside digests the `position` of the data loader.
 
         Call it on every rank after optimizer.step(). In a pipeline, pass the loss only on the ranks
         of the last stage. Every `every`-th step returns a row and is collective; other steps return
@@ -129,6 +144,8 @@ class Metrics:
         """
         problems: list[BaseException] = []
         attempt(problems, lambda: self._add(loss, tokens))
+        if self._digests is not None:
+            self._digests.end_step(loss, position=position)
         if (self._steps + 1) % self._every:
             if problems:
                 raise problems.pop()  # this rank's alone: nothing is collective here
@@ -187,6 +204,8 @@ class Metrics:
         """Note the learning rate before a scheduler changes it, and memory before zero_grad
         frees gradients.
         """
+        if self._digests is not None:
+            self._digests.after_step()
         lr = optimizer.param_groups[0]["lr"]
         self._row["lr"] = lr.clone() if isinstance(lr, torch.Tensor) else lr
         if (self._steps + 1) % self._every == 0:
@@ -300,6 +319,21 @@ def _check(
     if tensorboard and folder is None:
         raise ValueError(
             "Metrics: tensorboard is True without a directory. Pass a directory for its files"
+        )
+
+
+def _check_digests(digests: int | None, folder: Path | None, engine: Engine) -> None:
+    if digests is None:
+        return
+    if isinstance(digests, bool) or not isinstance(digests, int):
+        raise TypeError(f"Metrics: digests is {digests!r}; expected a whole number, or None")
+    if digests < 1:
+        raise ValueError(f"Metrics: digests is {digests}; expected at least 1")
+    if folder is None:
+        raise ValueError("Metrics: got digests without a directory. Pass a directory for the file")
+    if len(engine.comm.across) > len(engine.comm.slices):
+        raise NotImplementedError(
+            "Metrics: got digests for pipeline stages; expected a model without stages"
         )
 
 

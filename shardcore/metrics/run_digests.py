@@ -1,0 +1,360 @@
+"""Digests of a run: what every N-th step read, computed and wrote, in `digests.jsonl`.
+
+`shardcore compare` (metrics/compare.py) reads them to find where two runs part. A row has, in the
+order of computing: the weights, the batch, the random states, the outputs of units, the loss, each
+rank's local gradient before it is sent, the reduced gradients, the weights after the step. It has
+the weights before the step only if the row before does not have them.
+
+Digests are computed where values are stored. Nothing waits for them: sums stay on the device until
+the next step, and a row is written then, or at exit. Steps without a row cost a comparison in each
+hook.
+"""
+
+import hashlib
+import json
+import weakref
+from collections.abc import Callable, Iterator
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from shardcore.checkpoint.directory import replacing
+from shardcore.checkpoint.format import names_of, plain_name
+from shardcore.checkpoint.save import random_states
+from shardcore.distributed.comm import Traffic
+from shardcore.engine.bucket import Bucket, Managed
+from shardcore.engine.digests import (
+    VERSION,
+    Digests,
+    add_param,
+    dtype_text,
+    key_of,
+    stored_weight,
+    unsigned,
+)
+from shardcore.engine.engine import Engine
+from shardcore.engine.unshard import in_backward
+from shardcore.torch_private import pytree
+
+FILE = "digests.jsonl"
+FORMAT = "shardcore digests"
+SUMMED = ("batch", "loss", "buffers")  # over ranks, before those of units and parameters
+_MOST_SAMPLES = 4096  # a tensor of more rows counts as a whole
+
+
+class RunDigests:
+    """Records the digests of every `every`-th step of one model, from its hooks.
+
+    write: takes a row; called on rank 0 alone. start: the number of steps made before.
+    """
+
+    def __init__(
+        self, engine: Engine, every: int, start: int, write: Callable[[dict[str, Any]], None]
+    ) -> None:
+        """Install the hooks, and write the head. Local."""
+        self._engine, self._every, self._steps = engine, every, start
+        self._names = {m.param: name for m, name in _named(engine)}
+        self._units = [*dict.fromkeys(plain_name(bucket.unit) for bucket in engine.buckets)]
+        in_units = [m.index for b in engine.buckets if b.unit for m in b.params]
+        of_root = sorted(
+            (m for b in engine.buckets if not b.unit for m in b.params), key=attrgetter("index")
+        )
+        # Local gradients of the root are recorded by parameter: those behind the units are the
+        # first in backward, the others the last.
+        self._behind = [
+            self._names[m.param] for m in of_root if m.index > max(in_units, default=-1)
+        ]
+        self._ahead = [self._names[m.param] for m in of_root if m.index < max(in_units, default=-1)]
+        self._locals = [*filter(None, self._units), *self._behind, *self._ahead]
+        self._pending = _Pending(write)
+        # of tensor-parallel ranks, which have the same batch, the first counts
+        self._counts = all(comm.rank == 0 for comm in engine.comm.slices)
+        self._order: list[str] = []  # of the units in this step's forward
+        self._knows_weights = False  # the last row has those of now
+        self._new_step()
+        if engine.everyone.rank == 0:
+            write(self._head())
+        model, hooks = engine.model, engine.handles
+        hooks.append(model.register_forward_pre_hook(_weakly(self._before), with_kwargs=True))
+        for unit in dict.fromkeys(bucket.unit for bucket in engine.buckets):
+            after = _weakly(self._after, plain_name(unit))
+            hooks.append(model.get_submodule(unit).register_forward_hook(after))
+        engine.reducer.before_send = _weakly(self._send)
+        weakref.finalize(self, self._pending.write)  # at exit, too
+
+    def _head(self) -> dict[str, Any]:
+        """Return the line before the rows."""
+        comm, options = self._engine.comm, self._engine.options
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "every": self._every,
+            "ranks": comm.world_size,
+            # what changes the order of sums, and so the bits
+            "sums": {
+                "ranks_per_node": comm.topology.ranks_per_node,
+                "reduction": options["reduction"],
+                "slices": self._engine.everyone.slices,
+            },
+            "units": self._units,
+            "root": {"behind": self._behind, "ahead": self._ahead},
+            "params": {name: [*param.shape] for param, name in self._names.items()},
+        }
+
+    @property
+    def _on(self) -> bool:
+        """Whether the step that is being computed has a row."""
+        return (self._steps + 1) % self._every == 0
+
+    def _new_step(self) -> None:
+        self._begun = False
+        self._order = []
+        self._digests = Digests()
+        self._local = Digests()
+
+    # --- what a step reads and computes -----------------------------------------------------------
+
+    def _before(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        if not self._on or not _trains():
+            return
+        if not self._begun:
+            self._begin()
+        if not self._counts:
+            return
+        for number, tensor in enumerate(_tensors((args, kwargs))):
+            rows = tensor.shape[0] if tensor.dim() else 0
+            flat = tensor.detach().contiguous()
+            if not 0 < rows <= _MOST_SAMPLES:
+                key = key_of(f"batch {number}", dtype_text(flat.dtype), tuple(flat.shape))
+                self._digests.add("batch", key, flat.view(-1))
+                continue
+            key = key_of(f"batch {number}", dtype_text(flat.dtype), tuple(flat.shape[1:]))
+            for row in flat.view(rows, -1):
+                self._digests.add("batch", key, row)
+        self._digests.flush()
+
+    def _begin(self) -> None:
+        """Begin the row: every rank has the same names, in the same order."""
+        self._begun = True
+        for name in SUMMED:
+            self._digests.name(name)
+        for kind, names in (
+            ("random", random_states(self._engine.device)),
+            ("forward", self._units),
+            ("grads", self._names.values()),
+            ("weights", self._names.values()),
+            ("before", () if self._knows_weights else self._names.values()),
+        ):
+            for name in names:
+                self._digests.name(f"{kind}/{name}")
+        for name in self._locals:
+            self._local.name(name)
+        if not self._knows_weights:
+            self._add_weights("before")
+        if self._counts:
+            for name, state in random_states(self._engine.device).items():
+                text = repr(_plain(state)).encode()
+                whole = int.from_bytes(hashlib.sha256(text).digest()[:8], "little")
+                word = torch.tensor([whole - (1 << 63)], device="cpu")
+                self._digests.add(f"random/{name}", key_of(name, "int64", ()), word)
+
+    def _after(self, unit: str, module: nn.Module, args: Any, output: Any) -> None:
+        if not self._begun or not _trains():
+            return
+        if unit not in self._order:
+            self._order.append(unit)
+        for number, tensor in enumerate(_tensors(output)):
+            if tensor.is_floating_point():
+                flat = tensor.detach().contiguous()
+                key = key_of(f"{unit} {number}", dtype_text(flat.dtype), tuple(flat.shape))
+                self._digests.add(f"forward/{unit}", key, flat.view(-1))
+        self._digests.flush()
+
+    def _send(self, bucket: Bucket, flat: torch.Tensor) -> None:
+        if not self._begun:
+            return
+        unit = plain_name(bucket.unit)
+        for managed in bucket.params:
+            name = self._names[managed.param]
+            part = flat[managed.offset : managed.offset + managed.local.numel()]
+            self._local.add(unit or name, key_of(name, "float32", _shape(managed)), part)
+        self._local.flush()
+
+    # --- the end of a step ------------------------------------------------------------------------
+
+    def after_step(self) -> None:
+        """Read what the step used and made. Call it after the optimizer's step, before gradients
+        are cleared.
+        """
+        self._steps += 1
+        self._knows_weights = self._begun
+        if not self._begun:
+            return
+        engine, digests = self._engine, self._digests
+        if engine.reducer.host_grads is not None:
+            engine.reducer.host_grads.synchronize()
+        for bucket in engine.buckets:
+            for managed in filter(attrgetter("has_grad"), bucket.params):
+                name = self._names[managed.param]
+                key = key_of(name, "float32", _shape(managed))
+                add_param(digests, f"grads/{name}", key, bucket, managed, bucket.read_grad)
+        self._add_weights("weights")
+        for name, buffer in engine.model.named_buffers():
+            flat = buffer.detach().contiguous()
+            key = key_of(name, dtype_text(flat.dtype), tuple(flat.shape))
+            if flat.numel() and self._counts:
+                digests.add("buffers", key, flat.view(-1))
+        digests.flush()
+
+    def _add_weights(self, kind: str) -> None:
+        self._engine.synchronize()  # an overlapped step
+        for bucket in self._engine.buckets:
+            dtype, read = stored_weight(self._engine, bucket)
+            for managed in bucket.params:
+                name = self._names[managed.param]
+                key = key_of(name, dtype_text(dtype), _shape(managed))
+                add_param(self._digests, f"{kind}/{name}", key, bucket, managed, read)
+        self._digests.flush()
+
+    def end_step(self, loss: torch.Tensor | float | None = None, **values: Any) -> None:
+        """End the row of a step. Collective.
+
+        loss: of this rank. values: what else the row has, as plain values.
+        """
+        self._pending.write()
+        if not self._begun:
+            return
+        engine, comm = self._engine, self._engine.comm
+        if loss is not None and self._counts:
+            value = torch.as_tensor(loss).detach().reshape(1)
+            key = key_of("loss", dtype_text(value.dtype), ())
+            self._digests.add("loss", key, value)
+        totals, local = self._digests.totals(engine.device), self._local.totals(engine.device)
+        for slices in comm.slices:
+            slices.add_up(totals, "digests")
+            slices.add_up(local, "digests")
+        comm.add_up(totals, "digests")
+        of_ranks = comm.gather_rows(local, Traffic.METRICS, "digests")
+        if engine.everyone.rank == 0:
+            head = {"step": self._steps, **values, "order": self._order}
+            self._pending.keep(head, self._digests.names, self._locals, totals, of_ranks)
+        self._new_step()
+
+
+class _Pending:
+    """A row whose sums are on their way to the host."""
+
+    def __init__(self, write: Callable[[dict[str, Any]], None]) -> None:
+        self._write = write
+        self._row: tuple[Any, ...] | None = None
+
+    def keep(
+        self,
+        head: dict[str, Any],
+        names: list[str],
+        local: list[str],
+        totals: torch.Tensor,
+        of_ranks: torch.Tensor,
+    ) -> None:
+        """Begin to copy the sums to the host."""
+        both = torch.cat([totals, of_ranks.flatten()])
+        on_host, event = both, None
+        if both.is_cuda:
+            on_host = torch.empty(both.shape, dtype=both.dtype, pin_memory=True)
+            on_host.copy_(both, non_blocking=True)
+            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event.record()
+        self._row = head, names, local, on_host, event
+
+    def write(self) -> None:
+        """Write the row that is there, if any."""
+        if self._row is None:
+            return
+        head, names, local, on_host, event = self._row
+        self._row = None
+        if event is not None:
+            event.synchronize()
+        values = [f"{unsigned(value):016x}" for value in on_host.tolist()]
+        row: dict[str, Any] = {**head}
+        for name, value in zip(names, values, strict=False):
+            kind, slash, of = name.partition("/")
+            if slash:
+                row.setdefault(kind, {})[of] = value
+            else:
+                row[kind] = value
+        of_ranks = values[len(names) :]
+        row["local"] = {name: of_ranks[at :: len(local)] for at, name in enumerate(local)}
+        self._write(row)
+
+
+def writer_to(folder: Path, start: int) -> Callable[[dict[str, Any]], None]:
+    """Begin the file, or continue it after step `start`, and return what writes a line. Raises
+    OSError.
+    """
+    path = folder / FILE
+    lines = path.read_text().splitlines() if start and path.exists() else []
+    kept = [line for line in lines if json.loads(line).get("step", 0) <= start]
+    with replacing(path) as new:
+        new.write_text("".join(f"{line}\n" for line in kept))
+
+    def write(row: dict[str, Any]) -> None:
+        with open(path, "a") as file:
+            file.write(json.dumps(row) + "\n")
+
+    return write
+
+
+def drop(row: dict[str, Any]) -> None:
+    """Write nothing, as all ranks but the first do."""
+
+
+def _named(engine: Engine) -> Iterator[tuple[Managed, str]]:
+    names = names_of(engine)
+    for bucket in engine.buckets:
+        for managed in bucket.params:
+            yield managed, names[managed.param]
+
+
+def _shape(managed: Managed) -> tuple[int, ...]:
+    """Return the shape of what this rank has: of a tensor-parallel slice its own."""
+    return tuple(managed.local.shape)
+
+
+def _trains() -> bool:
+    """Whether a forward is a step's, and is not repeated in backward."""
+    return torch.is_grad_enabled() and not in_backward()
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    for leaf in pytree.tree_leaves(tree):
+        if isinstance(leaf, DTensor):
+            leaf = leaf.to_local()
+        if isinstance(leaf, torch.Tensor) and leaf.numel() and leaf.layout == torch.strided:
+            yield leaf
+
+
+def _plain(value: Any) -> Any:
+    """Return a value whose repr has all of it."""
+    if isinstance(value, torch.Tensor):
+        return value.tolist()
+    if isinstance(value, dict):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, tuple | list):
+        return [_plain(each) for each in value]
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _weakly(method: Callable[..., Any], *first: Any) -> Callable[..., Any]:
+    """Return a hook that refers to its object weakly, and returns None."""
+    weak = weakref.WeakMethod(method)
+
+    def call(*arguments: Any) -> None:
+        function = weak()
+        if function is not None:
+            function(*first, *arguments)
+
+    return call
