@@ -269,3 +269,14 @@ def _given(rank: int, world_size: int) -> None:
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_modules_and_contexts_that_are_given(world_size: int) -> None:
     run_ranks(world_size, _given)
+
+
+def _shown(rank: int, world_size: int) -> list[tuple[int, ...]]:
+    with zero_init.init_with_shapes():
+        model = nn.Linear(30, 20)
+    assert has_piece(model.weight)
+    return [tuple(param.shape) for param in model.parameters()]
+
+
+def test_weights_have_their_shapes_for_optimizers_that_group_by_them() -> None:
+    assert run_ranks(2, _shown) == [[(20, 30), (20,)]] * 2
