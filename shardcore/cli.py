@@ -1,8 +1,9 @@
 """The command line: ``shardcore info | run | estimate | consolidate | report | compare | bench``
 (or ``python -m shardcore``).
 
-Exit status: 0 done; 2 wrong arguments, or no source checkout where one is needed; of ``bench`` the
-suite's own, of ``run`` that of the rank that failed first.
+Exit status: 0 done; 1 of ``consolidate --check`` a checkpoint with other values than were saved; 2
+wrong arguments, or no source checkout where one is needed; of ``bench`` the suite's own, of ``run``
+that of the rank that failed first.
 Benchmarks are not installed with the package: they belong to a commit, and compare with libraries
 that only a developer has. ``bench`` runs those of the checkout that this package is imported from.
 """
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 
 from shardcore._native import _C, build_record
-from shardcore.checkpoint.consolidate import bytes_of, consolidate
+from shardcore.checkpoint.consolidate import MAX_SHARD_BYTES, bytes_of, check, consolidate
 from shardcore.distributed import machine
 from shardcore.estimate import estimate_command as estimate
 from shardcore.estimate.fit import columns
@@ -144,7 +145,11 @@ def _suites(checkout: Path) -> dict[str, str]:
 
 
 def _consolidate(parsed: argparse.Namespace) -> int:
-    dtype, size = DTYPES.get(parsed.dtype), bytes_of(parsed.max_shard_size)
+    if parsed.check:
+        return _check(parsed)
+    if parsed.output is None:
+        raise ValueError("OUT is missing; expected where to write, or --check")
+    dtype, size = DTYPES.get(parsed.dtype), bytes_of(parsed.max_shard_size or MAX_SHARD_BYTES)
     print(
         *consolidate(
             parsed.directory, parsed.output, tag=parsed.tag, dtype=dtype, max_shard_bytes=size
@@ -152,6 +157,20 @@ def _consolidate(parsed: argparse.Namespace) -> int:
         sep="\n",
     )
     return 0
+
+
+def _check(parsed: argparse.Namespace) -> int:
+    """Print how a checkpoint compares with its digests; return 1 if it has other values."""
+    if parsed.output or parsed.dtype or parsed.max_shard_size:
+        raise ValueError("--check writes nothing; expected it without OUT, --dtype and file sizes")
+    checked = check(parsed.directory, parsed.tag)
+    for label in checked.differing:
+        print(f"{label} has other values than were saved")
+    print(
+        f"{checked.path}: all checksums match; {checked.same} digests match, "
+        f"{len(checked.differing)} differ, {checked.without} tensors and states have none"
+    )
+    return 1 if checked.differing else 0
 
 
 def _bench(parsed: argparse.Namespace) -> int:
@@ -229,19 +248,27 @@ def main(arguments: Sequence[str] | None = None) -> int:
     consolidator = command(
         "consolidate",
         _consolidate,
-        "write the weights of a checkpoint as ordinary .safetensors files",
+        "write the weights of a checkpoint as ordinary .safetensors files, or check it",
     )
     consolidator.add_argument(
         "directory", metavar="DIR", help="what save was given, or one checkpoint"
     )
     consolidator.add_argument(
-        "output", metavar="OUT", help="a directory, or the name of one .safetensors file"
+        "output",
+        metavar="OUT",
+        nargs="?",
+        help="a directory, or the name of one .safetensors file",
+    )
+    consolidator.add_argument(
+        "--check",
+        action="store_true",
+        help="write nothing; compare the checkpoint with its checksums and digests",
     )
     consolidator.add_argument("--tag", help="which checkpoint (default: the latest)")
     consolidator.add_argument(
         "--dtype", choices=list(DTYPES), help="of all floating tensors (default: float32 masters)"
     )
-    consolidator.add_argument("--max-shard-size", default="5GB", help="of a file (default: 5GB)")
+    consolidator.add_argument("--max-shard-size", help="of a file (default: 5GB)")
     report.add_arguments(
         command(
             "report",

@@ -11,8 +11,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 import shardcore
-from tests.support.digests import expected_of
-from tests.support.models import batch_of, error_of, loss_of, made, make_net
+from tests.support.digests import FORMS, expected_of, trained
+from tests.support.models import error_of, make_net
 from tests.support.pretend_cuda import run_pretended, why_not
 from tests.support.ranks import run_ranks
 from tests.support.slices import make_lm, mesh_of, sharded_lm, train_lm
@@ -22,34 +22,6 @@ KINDS = [(what, by) for what in ("weights", "grads", "states") for by in ("all",
 
 def digests_of(model: Any) -> list[Any]:
     return [shardcore.digest(model, what, by) for what, by in KINDS]
-
-
-def trained(stage: int, adam: dict[str, Any], **options: Any) -> tuple[Any, Any]:
-    """Return a model with gradients and states; every rank has the same batches, so that the values
-    are those of one rank.
-    """
-    model = make_net()
-    for name, param in model.named_parameters():
-        param.requires_grad_("0.0.bias" not in name)
-    given = [param for param in model.parameters() if param.requires_grad]
-    optimizer: Any = shardcore.FusedAdam(given, lr=1e-2, **adam)
-    made(options.get("offload"))
-    model, optimizer = shardcore.shard(model, optimizer, stage, **options)
-    for step in range(2):
-        optimizer.zero_grad()
-        x, y = (part.to(next(model.parameters()).device) for part in batch_of(step, 0, 0))
-        loss_of(model, (x, y)).backward()
-        if step == 0:
-            optimizer.step()
-    return model, optimizer
-
-
-FORMS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "fp32": ({}, {"amsgrad": True}),
-    "masters": ({"precision": "bf16"}, {}),
-    "split": ({"precision": "bf16"}, {"master": "split"}),
-    "8bit": ({"precision": "bf16"}, {"state_dtype": "8bit"}),
-}
 
 
 def _placed(rank: int, world_size: int, form: str, path: str) -> list[Any]:

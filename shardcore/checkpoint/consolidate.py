@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from itertools import groupby, zip_longest
+from itertools import groupby, product, zip_longest
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeVar
@@ -29,8 +29,17 @@ import torch
 from torch import nn
 
 from shardcore._native import _C
-from shardcore.checkpoint.directory import sync_directory, write_synced
-from shardcore.checkpoint.format import cut, head_of, named_buffers, named_parameters, names_of
+from shardcore.checkpoint.digested import Comparison
+from shardcore.checkpoint.directory import find, sync_directory, write_synced
+from shardcore.checkpoint.format import (
+    MANIFEST,
+    Checkpoint,
+    cut,
+    head_of,
+    named_buffers,
+    named_parameters,
+    names_of,
+)
 from shardcore.checkpoint.load import open_checkpoint
 from shardcore.checkpoint.merged import (
     Merged,
@@ -119,6 +128,44 @@ def consolidate(
         tensors = of_source(opened, dtype)
         values = (part for name in tensors for part in read(opened, name, dtype))
         return write(tensors, values, Path(output), max_shard_bytes)
+
+
+class Checked(NamedTuple):
+    """What `check` found in the checkpoint `path`: which tensors and states differ from the saved
+    digest, how many have it, and how many have none.
+    """
+
+    path: Path
+    differing: list[str]
+    same: int
+    without: int
+
+
+def check(directory: str | os.PathLike[str], tag: str | None = None) -> Checked:
+    """Read a checkpoint of shardcore, 4 MiB at a time, and compare its checksums and its digests.
+
+    Raises OSError for files that cannot be read; ValueError for damaged files, and for a checkpoint
+    of another library.
+    """
+    path = find("consolidate", Path(directory), tag)
+    if not (path / MANIFEST).exists():
+        raise ValueError(
+            f"consolidate: {path} contains no {MANIFEST}, so it has no digests; expected a "
+            "checkpoint of shardcore.save"
+        )
+    with Checkpoint(path) as source:
+        comparison, without = Comparison(source.digests), 0
+        for name, entry in source.entries.items():
+            for columns, key in product(entry.slices, source.keys(name)):
+                digested = None
+                for start, numel in cut(0, columns.rows * columns.count, columns):
+                    _, digested = source.read_digested(name, key, columns, start, numel)
+                    if digested is not None:
+                        saved, digest = digested
+                        comparison.add(saved.label, numel, digest)
+                without += digested is None
+        differing = comparison.differing
+        return Checked(path, differing, len(source.digests) - len(differing), without)
 
 
 def _check(output: str | os.PathLike[str], dtype: object, max_shard_bytes: object) -> None:

@@ -16,8 +16,9 @@ that a load that cuts parameters there too reads each range once, for any world 
 (crc32c) is checked in every read. Data begin at a multiple of ALIGNMENT bytes. JSON files end with
 a checksum of what is before it. A part of a parameter is stored as the optimizer keeps it: "master"
 (float32), or "weight", of split masters with "remainder" (int16); "exp_avg" and so on, of 8-bit
-codes with "exp_avg_scale", one float32 per 256 elements; "ema": a moving average of its values. A
-slot may have older values, too: the manifest says which count.
+codes with "exp_avg_scale", one float32 per 256 elements; "ema": a moving average of its values.
+"digests" has those of the values of "weight", "exp_avg" and so on (checkpoint/digested.py); readers
+that do not know them ignore them. A slot may have older values, too: the manifest says which count.
 Of a parameter that tensor-parallel ranks have slices of, each slice is stored as a tensor of its
 own, "name[first:end]@start": columns [first, end) of the parameter seen as "rows" rows, flat row by
 row. So a slice of any dimension has long ranges, and 8-bit codes keep their blocks. Its ranges are
@@ -48,9 +49,12 @@ from torch import nn
 
 from shardcore._native import _C
 from shardcore.checkpoint import plain
+from shardcore.checkpoint.digested import Digested, Saved, digest_key
 from shardcore.checkpoint.file_tensors import open_regular
 from shardcore.checkpoint.safetensors import DTYPES
 from shardcore.checkpoint.source import Source, gathered, reporting
+from shardcore.engine.digests import VERSION as DIGEST_VERSION
+from shardcore.engine.digests import digest_of
 from shardcore.engine.engine import Engine
 from shardcore.engine.quantized import named_means, with_parts
 from shardcore.layout import BLOCK, Columns, round_up
@@ -323,6 +327,11 @@ class Checkpoint(Source):
             self.entries = {
                 str(name): self._entry(str(name), entry) for name, entry in m["tensors"].items()
             }
+        with self._reading("digests"):
+            # a reader of another version of digests compares none
+            known = m.get("digest_version") == DIGEST_VERSION
+            self._saved = dict(self._saved_digests(m["tensors"])) if known else {}
+            self.digests = {saved.label: saved for saved in self._saved.values()}
         with self._reading("tied"):
             self.tied = {str(alias): str(name) for alias, name in m["tied"].items()}
             self._entry_of = self.entries | {
@@ -399,6 +408,25 @@ class Checkpoint(Source):
                 f"{width} columns in {rows} rows, as {dtypes}; expected all of the shape {shape}"
             )
         return Entry(shape, step, slices)
+
+    def _saved_digests(
+        self, tensors: Mapping[str, Any]
+    ) -> Iterator[tuple[tuple[str, Columns, str], Saved]]:
+        """Yield the digests of each key of each slice."""
+        for name, entry in self.entries.items():
+            slices = tensors[name].get("slices") or [tensors[name]]
+            for (columns, parts), stored_entry in zip(entry.slices.items(), slices, strict=True):
+                stored = name
+                if "slices" in tensors[name]:
+                    stored = slice_name(name, columns.first, columns.count)
+                for key, text in stored_entry.get("digests", {}).items():
+                    first = "master" if key == "weight" and "master" in parts else key
+                    has_rest = _rest_of(parts, key) is not None
+                    label, hashed = digest_key(
+                        stored, first, parts[first].dtype, entry.shape, has_rest
+                    )
+                    numel = columns.rows * columns.count
+                    yield (name, columns, key), Saved(label, hashed, numel, int(text, 16))
 
     def _parts(self, name: str, entry: Mapping[str, Any], numel: int) -> Mapping[str, Part]:
         parts = {}
@@ -487,26 +515,44 @@ class Checkpoint(Source):
         reads = {stored: partial(self._read, name, key, parts) for stored, parts in slices.items()}
         return gathered(columns, start, numel, reads)
 
+    def read_digested(
+        self, name: str, key: str, columns: Columns | None, start: int, numel: int
+    ) -> Digested:
+        """See Source. Of ranges of stored slices, at blocks of 256 elements."""
+        parts_of, stored = self._entry_of[name].slices, self.tied.get(name, name)
+        first = next(iter(parts_of))
+        whole = columns or Columns(first.rows, first.width, 0, first.width)
+        saved = self._saved.get((stored, whole, key))
+        if saved is None or start % BLOCK or (numel % BLOCK and start + numel < saved.numel):
+            return self.read_slice(name, key, columns, start, numel), None
+        values, rest = self._kept(name, key, parts_of[whole], start, numel)
+        digest = digest_of(saved.key, values, start, rest)
+        return _joined(key, values, rest), (saved, digest)
+
     def _read(
         self, name: str, key: str, parts: Mapping[str, Part], start: int, numel: int
     ) -> torch.Tensor:
         """Return elements of a slice."""
-        if key == "weight":
-            if "master" in parts:
-                return self._stored(parts["master"], name, start, numel)
-            weight = self._stored(parts["weight"], name, start, numel)
-            if "remainder" not in parts:
-                return weight
-            return joined_master(weight, self._stored(parts["remainder"], name, start, numel))
-        scales = parts.get(SCALES.get(key, ""))
-        if scales is None:
-            return self._stored(parts[key], name, start, numel)
-        skipped = start % BLOCK  # codes are decoded by the block
-        first = start - skipped
-        codes = self._stored(parts[key], name, first, skipped + numel)
-        first_block, end_block = first // BLOCK, -(-(start + numel) // BLOCK)
-        scale_values = self._stored(scales, name, first_block, end_block - first_block)
-        return _C.decode_moment(codes, scale_values)[skipped:]
+        # codes are decoded by the block
+        skipped = start % BLOCK if SCALES.get(key, "") in parts else 0
+        return _joined(key, *self._kept(name, key, parts, start - skipped, skipped + numel))[
+            skipped:
+        ]
+
+    def _kept(
+        self, name: str, key: str, parts: Mapping[str, Part], start: int, numel: int
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return elements of a slice as they are stored: with the remainders of weights, or the
+        scales of codes, which begin at `start`, a multiple of 256.
+        """
+        first = "master" if key == "weight" and "master" in parts else key
+        values = self._stored(parts[first], name, start, numel)
+        rest = _rest_of(parts, key)
+        if rest is None:
+            return values, None
+        if key != "weight":
+            start, numel = start // BLOCK, stored_numel(SCALES[key], numel)
+        return values, self._stored(parts[rest], name, start, numel)
 
     def _stored(self, part: Part, name: str, start: int, numel: int) -> torch.Tensor:
         """Return elements of a part as they are in the files, with the checksum of every range
@@ -570,6 +616,19 @@ class Checkpoint(Source):
             for reader in self._readers.values():
                 reader.close()
             self._readers.clear()
+
+
+def _rest_of(parts: Mapping[str, Part], key: str) -> str | None:
+    """Return the part that is read with the one of a key: remainders, or scales."""
+    rest = "remainder" if key == "weight" else SCALES.get(key, "")
+    return rest if rest in parts and not (key == "weight" and "master" in parts) else None
+
+
+def _joined(key: str, values: torch.Tensor, rest: torch.Tensor | None) -> torch.Tensor:
+    """Return the float32 values of what is stored in two parts; of one part, the part."""
+    if rest is None:
+        return values
+    return joined_master(values, rest) if key == "weight" else _C.decode_moment(values, rest)
 
 
 def _count(value: object, least: int = 0) -> int:

@@ -26,6 +26,7 @@ from torch import nn
 
 from shardcore.checkpoint import format as layout
 from shardcore.checkpoint import plain
+from shardcore.checkpoint.digested import Comparison, Digested
 from shardcore.checkpoint.directory import LATEST, find
 from shardcore.checkpoint.foreign.deepspeed_files import open_foreign
 from shardcore.checkpoint.foreign.torch_files import source_of, tree_of
@@ -97,7 +98,8 @@ def load(
     """Load a checkpoint into a sharded model and its optimizer, from any world size, stage, tier
     and state form. Collective.
 
-    Each rank reads its own shards, 4 MiB at a time, and verifies checksums. If this optimizer
+    Each rank reads its own shards, 4 MiB at a time, and verifies checksums and the digests that
+    `save` stored. If this optimizer
     cannot store a value exactly (8-bit and bfloat16 states, weights without masters), the value is
     rounded, with one warning. Otherwise weights and states are bit for bit the saved values. With
     an optimizer, random states are restored if the world size is unchanged, and gradients that wait
@@ -121,6 +123,8 @@ def load(
         ValueError, TypeError: For other names, shapes or groups, or another optimizer's states,
             before anything is changed. For damaged data, with file and offset; then the model is
             partly loaded. On the other ranks RuntimeError.
+        ValueError: On every rank, if digests differ from the saved ones. The model has the values
+            that were read.
         OSError: For files that cannot be read.
     """
     check_order("load", directory)
@@ -306,8 +310,10 @@ def load_from(source: Source, engine: Engine, options: LoadOptions) -> Loaded:
     engine.agree("load", check)
     rounded: set[str] = set()
     then = "the model is partly loaded; load another checkpoint before you use it"
+    comparison = Comparison(source.digests)
     with together(engine.everyone, "load", then):
-        _load_tensors(source, engine, options, rounded)
+        _load_tensors(source, engine, options, rounded, comparison)
+    _compare(source, engine, comparison)
     use_loaded(engine)
     if group_options is not None:
         for group, new in zip(engine.groups, group_options, strict=True):
@@ -489,7 +495,9 @@ def options_of(source: Source, engine: Engine) -> list[dict[str, Any]] | None:
 
 @dataclass(frozen=True)
 class _Read:
-    """A range to read, of a slice (None: all) of a tensor, and what to do with it."""
+    """A range to read, of a slice (None: all) of a tensor, and what to do with it. counts: this
+    rank adds its digest to the comparison.
+    """
 
     name: str
     key: str
@@ -497,9 +505,16 @@ class _Read:
     start: int
     numel: int
     use: Callable[[torch.Tensor], None]
+    counts: bool
 
 
-def _load_tensors(source: Source, engine: Engine, options: LoadOptions, rounded: set[str]) -> None:
+def _load_tensors(
+    source: Source,
+    engine: Engine,
+    options: LoadOptions,
+    rounded: set[str],
+    comparison: Comparison,
+) -> None:
     """Read what this rank keeps; nothing is sent. What is not kept exactly is added to
     `rounded`, in words.
     """
@@ -507,8 +522,12 @@ def _load_tensors(source: Source, engine: Engine, options: LoadOptions, rounded:
         # what is kept, or still being gathered after a failed forward, has the old values
         engine.unsharder.reshard_all()
     with ThreadPoolExecutor(_AHEAD, "shardcore-load") as pool:
-        for read, values in _read_ahead(pool, source, _reads(source, engine, options, rounded)):
+        reads = _reads(source, engine, options, rounded)
+        for read, (values, digested) in _read_ahead(pool, source, reads):
             read.use(values)
+            if digested is not None:
+                saved, digest = digested
+                comparison.add(saved.label, read.numel, digest)
     if options.states:
         names = _names_in(source, engine)
         for bucket in engine.updater.buckets:
@@ -517,14 +536,31 @@ def _load_tensors(source: Source, engine: Engine, options: LoadOptions, rounded:
                     managed.step = int(source.steps.get(names[managed.param], 0))
 
 
+def _compare(source: Source, engine: Engine, comparison: Comparison) -> None:
+    """Raise ValueError on every rank if the values that all ranks read are not the saved ones.
+    Collective.
+    """
+    comparison.add_up([engine.comm, *engine.comm.slices], engine.device)
+    if differing := comparison.differing:
+        raise ValueError(
+            f"load: {source.path} has other values of {_shortened(differing)} than were saved: "
+            "their digests differ, although the checksums of the files match. The model has these "
+            "values; load another checkpoint before you use it"
+        )
+
+
 def _read_ahead(
     pool: ThreadPoolExecutor, source: Source, reads: Iterable[_Read]
-) -> Iterator[tuple[_Read, torch.Tensor]]:
-    """Yield each range with its values, while the pool reads the next ones."""
-    pending: deque[tuple[_Read, Future[torch.Tensor]]] = deque()
+) -> Iterator[tuple[_Read, Digested]]:
+    """Yield each range with its values and digest, while the pool reads the next ones."""
+    pending: deque[tuple[_Read, Future[Digested]]] = deque()
+
+    def get(read: _Read) -> Digested:
+        where = read.name, read.key, read.columns, read.start, read.numel
+        return source.read_digested(*where) if read.counts else (source.read_slice(*where), None)
+
     for read in reads:
-        where = (read.name, read.key, read.columns, read.start, read.numel)
-        pending.append((read, pool.submit(source.read_slice, *where)))
+        pending.append((read, pool.submit(get, read)))
         if len(pending) > _AHEAD:
             first, future = pending.popleft()
             yield first, future.result()
@@ -545,20 +581,24 @@ def _reads(
             name = names.get(managed.param)
             if name is None:
                 continue
-            yield from _reads_of(source, name, engine, bucket, span, options, rounded)
+            # of ranks that read the same ranges, one counts each
+            counts = bucket.counted and bucket.reduces[0] <= start < bucket.reduces[1]
+            yield from _reads_of(source, name, engine, bucket, span, options, rounded, counts)
             if options.ema is not None and bucket.group is not None:
                 use = partial(_set, options.ema.shard(bucket)[start : start + numel])
-                yield _Read(name, layout.EMA, managed.columns, param_start, numel, use)
+                yield _Read(name, layout.EMA, managed.columns, param_start, numel, use, counts)
     for tensor, name in names.items():
         if tensor in engine.bucket_of:
             continue
         local, columns = held_by(tensor), columns_of(name, tensor)
+        # the ranks that write it: see save._items
+        counts = engine.comm.rank == 0 and (columns is not None or engine.everyone.rank == 0)
         if not local.is_contiguous():  # ranges of it would not be views
-            yield _Read(name, "weight", columns, 0, local.numel(), partial(_set, local))
+            yield _Read(name, "weight", columns, 0, local.numel(), partial(_set, local), counts)
             continue
         for start, numel in layout.cut(0, local.numel(), columns):
             use = partial(_set, local.view(-1)[start : start + numel])
-            yield _Read(name, "weight", columns, start, numel, use)
+            yield _Read(name, "weight", columns, start, numel, use, counts)
 
 
 def _set(tensor: torch.Tensor, values: torch.Tensor) -> None:
@@ -573,6 +613,7 @@ def _reads_of(
     span: Span,
     options: LoadOptions,
     rounded: set[str],
+    counts: bool,
 ) -> Iterator[_Read]:
     """Yield the weight and the states of a range."""
     managed, start, param_start, numel = span
@@ -597,7 +638,7 @@ def _reads_of(
             if not torch.equal(stored, values):
                 rounded.add(rounding(bucket, f"{name}.{key}", key))
 
-    yield _Read(name, "weight", managed.columns, param_start, numel, use_weight)
+    yield _Read(name, "weight", managed.columns, param_start, numel, use_weight, counts)
     if bucket.group is None or in_place or not options.states:
         return
     saved = source.keys(name)
@@ -605,7 +646,8 @@ def _reads_of(
         if key == "master":
             continue
         if key in saved and source.steps.get(name, 0) > 0:
-            yield _Read(name, key, managed.columns, param_start, numel, partial(use_state, key))
+            use = partial(use_state, key)
+            yield _Read(name, key, managed.columns, param_start, numel, use, counts)
         else:
             store.write(bucket, key, start, torch.zeros(numel, device="cpu"))
 

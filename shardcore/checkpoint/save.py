@@ -26,12 +26,14 @@ from torch import nn
 from shardcore.checkpoint import directory, plain
 from shardcore.checkpoint import format as layout
 from shardcore.checkpoint.background import AS_BEFORE, Mailbox, Saving, identity, stage
+from shardcore.checkpoint.digested import key_of_part
 from shardcore.checkpoint.format import named_buffers, named_parameters, names_of
 from shardcore.checkpoint.write import (
     Item,
     LinkedFiles,
     add_range,
     check_visible,
+    stored_entries,
     write_json,
     write_manifest,
     write_ranges,
@@ -70,7 +72,8 @@ def save(
     disk. A crash at any instant leaves the earlier checkpoints intact. A checkpoint of the same tag
     is replaced when the new checkpoint is complete. Every rank writes its own shards, 4 MiB at a
     time. Files of committed steps ("optimizer": "nvme") are linked instead of copied, on the same
-    file system. Random states (of Python, torch, NumPy and the GPU) are saved for every rank,
+    file system. The manifest has the digest of each tensor and state, except of those in linked
+    files. Random states (of Python, torch, NumPy and the GPU) are saved for every rank,
     buffers for rank 0. Gradients are not saved, and a warning is logged if some wait for a step:
     save after a step.
 
@@ -378,7 +381,8 @@ def parts_of(
 ) -> Iterator[Item]:
     """Yield the items of a range, stored under `name`: weights, and states if `states`."""
     managed, start, param_start, numel = span
-    yield from weight_of(bucket, span, name)
+    made = {item.part: item for item in weight_of(bucket, span, name)}
+    yield from made.values()
     if bucket.group is None:
         return
     stays = engine.store.tier != "device" and start >= bucket.device_numel
@@ -394,7 +398,9 @@ def parts_of(
             read = partial(identity, views[part])
         else:  # states in files are read when they are written
             read = partial(_read_state, engine, bucket, part, start, numel)
-        yield Item(name, part, dtype, first, count, read, stays)
+        of_both = made.get(key_of_part(part))
+        made[part] = Item(name, part, dtype, first, count, read, stays, of_both)
+        yield made[part]
 
 
 def _read_state(engine: Engine, bucket: Bucket, part: str, start: int, numel: int) -> torch.Tensor:
@@ -573,6 +579,11 @@ class _Job:
             else:
                 self._items.append(item)
         self._describe = describe(self._engine, self._content)
+        self._shapes = {
+            stored: entry["shape"]
+            for name, entry in self._describe[0].items()
+            for stored in stored_entries(name, entry)
+        }
         if stages:
             stage([item for item in self._items if not item.stays], self._engine)
             self._items.sort(key=lambda item: not item.stays)
@@ -596,13 +607,19 @@ class _Job:
         """
         try:
             written = write_ranges(
-                self._path, layout.data_file(self._comm.rank), self._items, read=self._read
+                self._path,
+                layout.data_file(self._comm.rank),
+                self._items,
+                read=self._read,
+                shapes=self._shapes,
             )
         finally:
             self._read.set()
         written["files"] += self._linked.files
         for linked_range in self._linked_ranges:
             add_range(written["ranges"], *linked_range)
+            name, part, *_ = linked_range  # linked files are not read
+            written["digests"].setdefault(name, {})[key_of_part(part)] = None
         for name, data in self._metadata.files.items():
             written["files"].append(write_json(self._path / name, data))
         return written

@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import torch
 
+from shardcore.checkpoint.digested import Digested, Saved
 from shardcore.layout import Columns
 
 
@@ -26,7 +27,7 @@ class Source(ABC):
     client_state, scheduler: plain data that was saved beside it; None: there is none. loss_scale:
     dict or None. counters: of the training loop ("global_steps", "micro_steps", ...), where they
     are known. extra_state: what modules keep, by their names. world_size: how many ranks saved it;
-    0: unknown. slices: in how many tensor-parallel slices.
+    0: unknown. slices: in how many tensor-parallel slices. digests: of what was saved, by label.
     """
 
     path: Path
@@ -43,6 +44,7 @@ class Source(ABC):
     extra_state: Mapping[str, Any] = {}
     world_size: int = 0
     slices: int = 1
+    digests: Mapping[str, Saved] = {}
 
     @abstractmethod
     def keys(self, name: str) -> tuple[str, ...]:
@@ -68,6 +70,12 @@ class Source(ABC):
         `columns` is None. See `read`.
         """
         return read_columns(partial(self.read, name, key), columns, start, numel)
+
+    def read_digested(
+        self, name: str, key: str, columns: Columns | None, start: int, numel: int
+    ) -> Digested:
+        """Return what `read_slice` does, with the range's part of one of `digests`."""
+        return self.read_slice(name, key, columns, start, numel), None
 
     def of_rank(self, rank: int) -> Mapping[str, Any] | None:
         """Return what a rank saved for itself ("random", "stateful"), or None. Raises OSError or

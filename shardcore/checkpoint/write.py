@@ -4,7 +4,7 @@ manifest of what all wrote.
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,10 @@ import torch
 from shardcore._native import _C
 from shardcore.checkpoint import directory
 from shardcore.checkpoint import format as layout
+from shardcore.checkpoint.digested import digest_key, key_of_part
 from shardcore.engine.bucket import Bucket
+from shardcore.engine.digests import VERSION as DIGEST_VERSION
+from shardcore.engine.digests import digest_of, unsigned
 from shardcore.offload.disk import file_engine
 from shardcore.version import __version__
 
@@ -29,7 +32,8 @@ class Item:
     """Elements [start, start + numel) of a part of a tensor. read: returns them, flat, on any
     device.
 
-    stays: they are where they are read from until a step.
+    stays: they are where they are read from until a step. first: of a remainder its weight, of
+    scales their codes: both have one digest.
     """
 
     name: str
@@ -39,6 +43,7 @@ class Item:
     numel: int
     read: Callable[[], torch.Tensor]
     stays: bool = False
+    first: "Item | None" = None
 
     @property
     def key(self) -> str:
@@ -94,24 +99,28 @@ def write_ranges(
     items: Sequence[Item],
     number: int = 0,
     read: threading.Event | None = None,
+    shapes: Mapping[str, Sequence[int]] | None = None,
 ) -> dict[str, Any]:
     """Write a data file to the directory `path`; returns its entry in the manifest, and the ranges
     by name and part.
 
     number: of the file among those of this rank. read: set when the items that stay, which come
-    first, were read.
+    first, were read. shapes: of the full tensors by stored name: then digests are returned, too.
     """
     head, offsets = layout.head_of({item.key: (item.dtype, [item.numel]) for item in items})
     size = offsets[-1] + items[-1].nbytes if items else len(head)
     ranges: dict[str, Any] = {}
     writer = _C.FileWriter(file_engine(), str(path / name), size)
     scratch = _Scratch()
+    digests = _Digests(items, shapes)
     try:
         head_crc = writer.append(torch.frombuffer(bytearray(head), dtype=torch.uint8))
         for item, offset in zip(items, offsets, strict=True):
             if read is not None and not item.stays:
                 read.set()
-            crc = writer.append(scratch.on_host(item.read()))
+            values = item.read()
+            crc = writer.append(scratch.on_host(values))
+            digests.add(item, values)
             add_range(
                 ranges,
                 item.name,
@@ -125,7 +134,38 @@ def write_ranges(
     finally:
         writer.close()
     file = {"name": name, "bytes": size, "head_bytes": len(head), "head_crc32c": head_crc}
-    return {"files": [file], "ranges": ranges}
+    return {"files": [file], "ranges": ranges, "digests": digests.sums}
+
+
+class _Digests:
+    """The digests of what a rank writes, from where it is stored. sums: by stored name and key."""
+
+    def __init__(self, items: Sequence[Item], shapes: Mapping[str, Sequence[int]] | None) -> None:
+        """See write_ranges."""
+        self.sums: dict[str, dict[str, int]] = {}
+        self._shapes = shapes
+        self._firsts = {item.first for item in items}
+
+    def add(self, item: Item, values: torch.Tensor) -> None:
+        """Add an item with these values."""
+        if self._shapes is None or item in self._firsts:  # its second has the digest of both
+            return
+        first, rest = item, None
+        if item.first is not None:
+            first, rest = item.first, values
+            values = first.read().to(rest.device)
+        _, key = digest_key(
+            item.name, first.part, first.dtype, self._shapes[item.name], rest is not None
+        )
+        sums, of_key = self.sums.setdefault(item.name, {}), key_of_part(first.part)
+        digest = digest_of(key, values, first.start, rest)
+        sums[of_key] = unsigned(sums.get(of_key, 0) + digest)
+
+
+def stored_entries(name: str, entry: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return the entries of a tensor's slices by stored name; of one without slices its own."""
+    slices = entry.get("slices", ())
+    return {layout.slice_name(name, *each["columns"]): each for each in slices} or {name: entry}
 
 
 def manifest_of(
@@ -142,6 +182,7 @@ def manifest_of(
     """
     ranges: dict[str, Any] = {}
     files: list[Any] = []
+    digests = _added_up(written.get("digests", {}) for written in written_by_ranks)
     for written in written_by_ranks:
         for name, parts in written["ranges"].items():
             for part, of_rank in parts.items():
@@ -159,14 +200,14 @@ def manifest_of(
         files += written["files"]
     unexpected = set(ranges)
     for name, entry in tensors.items():
-        slices = entry.get("slices", ())
-        stored = {layout.slice_name(name, *entry_of["columns"]): entry_of for entry_of in slices}
-        for stored_name, stored_entry in (stored or {name: entry}).items():
+        for stored_name, stored_entry in stored_entries(name, entry).items():
             unexpected.discard(stored_name)
             empty = {"weight": {"dtype": entry["dtype"], "ranges": []}}
             stored_entry["parts"] = ranges.get(stored_name) or empty
             for part in stored_entry["parts"].values():
                 part["ranges"].sort()
+            if stored_name in digests:
+                stored_entry["digests"] = digests[stored_name]
     if unexpected:
         raise ValueError(
             f"save: {min(unexpected)} is on another rank, but not in the model of rank 0; expected "
@@ -181,7 +222,30 @@ def manifest_of(
         "world_size": len(written_by_ranks),
         "files": files,
         "tensors": tensors,
+        **({"digest_version": DIGEST_VERSION} if digests else {}),
         **rest,
+    }
+
+
+def _added_up(
+    of_ranks: Iterable[Mapping[str, Mapping[str, int | None]]],
+) -> dict[str, dict[str, str]]:
+    """Return the digests by stored name and key, as the manifest has them: 16 hexadecimal digits.
+    None of what a rank knows no digest of.
+    """
+    sums: dict[str, dict[str, int | None]] = {}
+    for of_rank in of_ranks:
+        for name, digests in of_rank.items():
+            of_name = sums.setdefault(name, {})
+            for key, digest in digests.items():
+                before = of_name.get(key, 0)
+                if before is None or digest is None:
+                    of_name[key] = None
+                else:
+                    of_name[key] = unsigned(before + digest)
+    return {
+        name: {key: f"{total:016x}" for key, total in of_name.items() if total is not None}
+        for name, of_name in sums.items()
     }
 
 

@@ -41,6 +41,11 @@ def unsigned(total: int) -> int:
     return total % (1 << 64)
 
 
+def signed(total: int) -> int:
+    """Return a sum as the int64 that stands for it."""
+    return (total + (1 << 63)) % (1 << 64) - (1 << 63)
+
+
 def _words(flat: torch.Tensor) -> tuple[torch.Tensor, int]:
     """Return the words of a flat tensor, as `_C.digest` takes them, and how many an element has."""
     if flat.dtype in (*_FLOATS, *_AS_THEY_ARE):
@@ -122,6 +127,22 @@ class Digests:
             parts = torch.cat([part for _, part in done]).to(device)
             totals.index_add_(0, at.to(device), parts)
         return totals
+
+
+def digest_of(
+    key: int, flat: torch.Tensor, start: int = 0, rest: torch.Tensor | None = None
+) -> int:
+    """Return what a range of a tensor adds to its digest. See Digests.add; waits for the result.
+
+    On the CPU, the calling thread alone computes it; it has no threads of its own (use_threads).
+    """
+    digests = Digests()
+    digests.add("", key, flat, start, rest)
+    _C.use_threads(1)  # ranges in files are small: to wake torch's threads for each takes longer
+    try:
+        return int(digests.totals(torch.device("cpu")))
+    finally:
+        _C.use_threads(0)
 
 
 # (start, numel) of an owned range -> its values and their rest (see Digests.add)
