@@ -220,6 +220,8 @@ def _first(one: Row, other: Row, head: Row) -> Difference | None:
     ends = {end: [*reversed(names)] for end, names in head["root"].items()}
     units = [*reversed([unit for unit in one["order"] if unit in one["local"]])]
     for unit in dict.fromkeys([*ends["behind"], *units, *one["local"], *ends["ahead"]]):
+        if unit not in other["local"]:  # a frozen unit, which stage 3 has alone
+            continue
         pairs = enumerate(zip(one["local"][unit], other["local"][unit], strict=True))
         if ranks := tuple(rank for rank, (a, b) in pairs if a != b):
             return found(

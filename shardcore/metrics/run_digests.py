@@ -37,11 +37,13 @@ from shardcore.engine.digests import (
     unsigned,
 )
 from shardcore.engine.engine import Engine
+from shardcore.engine.slices import held_by
 from shardcore.engine.unshard import in_backward
 from shardcore.torch_private import pytree
 
 FILE = "digests.jsonl"
 FORMAT = "shardcore digests"
+GENERATORS = ("python", "numpy", "torch", "cuda")
 SUMMED = ("batch", "loss", "buffers")  # over ranks, before those of units and parameters
 _MOST_SAMPLES = 4096  # a tensor of more rows counts as a whole
 
@@ -57,34 +59,45 @@ class RunDigests:
     ) -> None:
         """Install the hooks, and write the head. Local."""
         self._engine, self._every, self._steps = engine, every, start
-        self._names = {m.param: name for m, name in _named(engine)}
-        self._units = [*dict.fromkeys(plain_name(bucket.unit) for bucket in engine.buckets)]
-        in_units = [m.index for b in engine.buckets if b.unit for m in b.params]
-        of_root = sorted(
-            (m for b in engine.buckets if not b.unit for m in b.params), key=attrgetter("index")
-        )
-        # Local gradients of the root are recorded by parameter: those behind the units are the
-        # first in backward, the others the last.
-        self._behind = [
-            self._names[m.param] for m in of_root if m.index > max(in_units, default=-1)
-        ]
-        self._ahead = [self._names[m.param] for m in of_root if m.index < max(in_units, default=-1)]
-        self._locals = [*filter(None, self._units), *self._behind, *self._ahead]
         self._pending = _Pending(write)
         # of tensor-parallel ranks, which have the same batch, the first counts
         self._counts = all(comm.rank == 0 for comm in engine.comm.slices)
         self._order: list[str] = []  # of the units in this step's forward
         self._knows_weights = False  # the last row has those of now
         self._new_step()
-        if engine.everyone.rank == 0:
-            write(self._head())
-        model, hooks = engine.model, engine.handles
-        hooks.append(model.register_forward_pre_hook(_weakly(self._before), with_kwargs=True))
-        for unit in dict.fromkeys(bucket.unit for bucket in engine.buckets):
-            after = _weakly(self._after, plain_name(unit))
-            hooks.append(model.get_submodule(unit).register_forward_hook(after))
-        engine.reducer.before_send = _weakly(self._send)
+        self._hooked: set[str] = set()  # units
+        self._look()
+        before = engine.model.register_forward_pre_hook(_weakly(self._before), with_kwargs=True)
+        engine.handles.append(before)
         weakref.finalize(self, self._pending.write)  # at exit, too
+
+    def _look(self) -> None:
+        """Find the parameters and units as they are now (see `unfreeze`), and write the head."""
+        engine = self._engine
+        self._buckets = engine.buckets
+        self._names = names_of(engine)
+        self._units = [*dict.fromkeys(plain_name(bucket.unit) for bucket in engine.buckets)]
+        self._knows_frozen = False
+        trained = [b for b in engine.buckets if b.trainable]
+        self._trained = [self._names[m.param] for b in trained for m in b.params]
+        in_units = [m.index for b in trained if b.unit for m in b.params]
+        of_root = sorted(
+            (m for b in trained if not b.unit for m in b.params), key=attrgetter("index")
+        )
+        # Local gradients of the root are recorded by parameter: those behind the units are the
+        # first in backward, the others the last.
+        last = max(in_units, default=-1)
+        self._behind = [self._names[m.param] for m in of_root if m.index > last]
+        self._ahead = [self._names[m.param] for m in of_root if m.index < last]
+        self._locals = [*filter(None, self._units), *self._behind, *self._ahead]
+        engine.reducer.before_send = _weakly(self._send)
+        for unit in {bucket.unit for bucket in engine.buckets} - self._hooked:
+            after = _weakly(self._after, plain_name(unit))
+            engine.handles.append(engine.model.get_submodule(unit).register_forward_hook(after))
+            self._hooked.add(unit)
+        if engine.everyone.rank == 0:
+            self._pending.write()
+            self._pending.write_row(self._head())
 
     def _head(self) -> dict[str, Any]:
         """Return the line before the rows."""
@@ -139,15 +152,17 @@ class RunDigests:
 
     def _begin(self) -> None:
         """Begin the row: every rank has the same names, in the same order."""
+        if self._buckets is not self._engine.buckets:
+            self._look()
         self._begun = True
         for name in SUMMED:
             self._digests.name(name)
         for kind, names in (
-            ("random", random_states(self._engine.device)),
+            ("random", GENERATORS),
             ("forward", self._units),
-            ("grads", self._names.values()),
-            ("weights", self._names.values()),
-            ("before", () if self._knows_weights else self._names.values()),
+            ("grads", self._trained),
+            ("weights", self._trained),
+            ("before", () if self._knows_weights else self._weights_before()),
         ):
             for name in names:
                 self._digests.name(f"{kind}/{name}")
@@ -210,15 +225,30 @@ class RunDigests:
                 digests.add("buffers", key, flat.view(-1))
         digests.flush()
 
+    def _weights_before(self) -> list[str]:
+        """Return the names of the weights before a step that a row has: frozen ones do not change,
+        so the first row alone has them.
+        """
+        return self._trained if self._knows_frozen else [*self._names.values()]
+
     def _add_weights(self, kind: str) -> None:
-        self._engine.synchronize()  # an overlapped step
-        for bucket in self._engine.buckets:
-            dtype, read = stored_weight(self._engine, bucket)
+        engine, digests = self._engine, self._digests
+        engine.synchronize()  # an overlapped step
+        for bucket in engine.buckets:
+            if not bucket.trainable and self._knows_frozen:
+                continue
+            dtype, read = stored_weight(engine, bucket)
             for managed in bucket.params:
                 name = self._names[managed.param]
                 key = key_of(name, dtype_text(dtype), _shape(managed))
-                add_param(self._digests, f"{kind}/{name}", key, bucket, managed, read)
-        self._digests.flush()
+                add_param(digests, f"{kind}/{name}", key, bucket, managed, read)
+        for _, param in () if self._knows_frozen else engine.unmanaged:
+            if param not in engine.bucket_of and engine.everyone.rank == 0:
+                flat = held_by(param).detach().contiguous()
+                key = key_of(self._names[param], dtype_text(flat.dtype), tuple(flat.shape))
+                digests.add(f"{kind}/{self._names[param]}", key, flat.view(-1))
+        self._knows_frozen = True
+        digests.flush()
 
     def end_step(self, loss: torch.Tensor | float | None = None, **values: Any) -> None:
         """End the row of a step. Collective.
@@ -249,7 +279,7 @@ class _Pending:
     """A row whose sums are on their way to the host."""
 
     def __init__(self, write: Callable[[dict[str, Any]], None]) -> None:
-        self._write = write
+        self.write_row = write
         self._row: tuple[Any, ...] | None = None
 
     def keep(
@@ -288,7 +318,7 @@ class _Pending:
                 row[kind] = value
         of_ranks = values[len(names) :]
         row["local"] = {name: of_ranks[at :: len(local)] for at, name in enumerate(local)}
-        self._write(row)
+        self.write_row(row)
 
 
 def writer_to(folder: Path, start: int) -> Callable[[dict[str, Any]], None]:
@@ -310,13 +340,6 @@ def writer_to(folder: Path, start: int) -> Callable[[dict[str, Any]], None]:
 
 def drop(row: dict[str, Any]) -> None:
     """Write nothing, as all ranks but the first do."""
-
-
-def _named(engine: Engine) -> Iterator[tuple[Managed, str]]:
-    names = names_of(engine)
-    for bucket in engine.buckets:
-        for managed in bucket.params:
-            yield managed, names[managed.param]
 
 
 def _shape(managed: Managed) -> tuple[int, ...]:

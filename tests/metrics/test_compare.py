@@ -197,6 +197,43 @@ def test_a_resume_continues_the_file(tmp_path: Path) -> None:
     assert (found.difference.step, found.difference.kind) == (3, "load")
 
 
+def _unfrozen(rank: int, world_size: int, path: str) -> None:
+    """The first layer is frozen, and trains from step 3 on."""
+    for stage in (1, 3):
+        torch.manual_seed(0)
+        model: Any = Model().eval()
+        model.first.requires_grad_(False)
+        model.layers[0].requires_grad_(False)
+        given = [param for param in model.parameters() if param.requires_grad]
+        optimizer: Any = shardcore.FusedAdam(given, lr=1e-2)
+        model, optimizer = shardcore.shard(model, optimizer, stage, units=[*model.layers])
+        metrics = shardcore.Metrics(model, f"{path}/{stage}", digests=1, log=False)
+        for step in range(1, 5):
+            if step == 3:
+                for module in (model.first, model.layers[0]):
+                    module.requires_grad_(True)
+                    optimizer.add_param_group({"params": [*module.parameters()]})
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+            loss = (model(x) ** 2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            metrics.step(loss=loss)
+
+
+def test_frozen_and_unfrozen_layers(tmp_path: Path) -> None:
+    run_ranks(2, _unfrozen, str(tmp_path))
+    assert str(compare(*(read_run(tmp_path / stage) for stage in "13"))) == "equal: 4 steps, 1 to 4"
+    rows = [
+        json.loads(row)
+        for row in (tmp_path / "1" / "digests.jsonl").read_text().splitlines()
+        if '"step"' in row
+    ]
+    assert "first.weight" in rows[0]["before"]
+    assert ["layers.0" in row["local"] for row in rows] == [False, False, True, True]
+    assert set(rows[3]["local"]["layers.0"]) != {"0" * 16}
+
+
 def test_other_sums_are_not_compared_as_bits(tmp_path: Path) -> None:
     one, other = Training(str(tmp_path / "one")), Training(str(tmp_path / "two"))
     run_ranks(1, _trained, [one])
