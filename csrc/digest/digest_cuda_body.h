@@ -1,7 +1,7 @@
 // What one CUDA thread does in the kernel of digests, as a host/device function: tests/cpp runs it on the host.
 //
-// A warp takes a block of 256 words at a time, a lane 8 of them, always at the same places: so it computes their factors once in
-// a chunk.
+// A warp takes a block of 256 words at a time, a lane 8 of them, always at the same places: so it computes their factors once
+// in a chunk.
 #pragma once
 
 #include <cstdint>

@@ -1,9 +1,9 @@
 // The digest of values: 64 bits that any cut of a tensor at 256-element boundaries gives alike (docs/reproducibility.md has the
 // format, and the same in NumPy).
 //
-// An element is a word of 32 bits. A block of up to 256 words is their sum, each times an odd constant of its place, so a change
-// of one word always changes it. One bijective mix with the tensor's key and the block's number follows; blocks are added.
-// All arithmetic is modulo 2^64: no order of adding changes it.
+// An element is a word of 32 bits. A block of up to 256 words is their sum, each times an odd constant of its place, so a
+// change of one word always changes it. One bijective mix with the tensor's key and the block's number follows; blocks are
+// added. All arithmetic is modulo 2^64: no order of adding changes it.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// The launches of csrc/norm, csrc/reduce, csrc/digest and csrc/elementwise's .cu files, on the host's grid. Twin: what stands for
-// CUDA's block; a broken one must be rejected. first_chunk: those before it are left out, as if their elements were 0.
+// The launches of csrc/norm, csrc/reduce, csrc/digest and csrc/elementwise's .cu files, on the host's grid. Twin: what stands
+// for CUDA's block; a broken one must be rejected. first_chunk: those before it are left out, as if their elements were 0.
 #pragma once
 
 #include <vector>

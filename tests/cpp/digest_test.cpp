@@ -1,14 +1,14 @@
 // Digests: the format, every instruction set and thread count, cuts at block boundaries, and what changes them.
 #include "core/executor.h"
 #include "cpp/common.h"
-#include "digest/digest_cpu.h"
 #include "cpp/cuda_kernels.h"
+#include "digest/digest_cpu.h"
 
 namespace shardcore::testing {
 namespace {
 
-constexpr DigestKind kKinds[] = {DigestKind::f32,   DigestKind::bf16,  DigestKind::f16,
-                                 DigestKind::split, DigestKind::words, DigestKind::bytes};
+constexpr DigestKind kDigestKinds[] = {DigestKind::f32,   DigestKind::bf16,  DigestKind::f16,
+                                       DigestKind::split, DigestKind::words, DigestKind::bytes};
 
 int64_t digest_itemsize(DigestKind kind) {
   return kind == DigestKind::bytes ? 1 : kind == DigestKind::f32 || kind == DigestKind::words ? 4 : 2;
@@ -46,7 +46,8 @@ struct DigestProblem {
     for (int64_t block = 0; block < blocks_of(t.numel); ++block) {
       uint64_t sum = 0;
       for (int64_t i = block * kBlock; i < std::min(t.numel, (block + 1) * kBlock); ++i) sum += word(i) * factor(i % kBlock);
-      if (t.kind == DigestKind::bytes && t.rest != nullptr) sum += canonical(static_cast<const float*>(t.rest)[block]) * factor(kBlock);
+      if (t.kind == DigestKind::bytes && t.rest != nullptr)
+        sum += canonical(static_cast<const float*>(t.rest)[block]) * factor(kBlock);
       total += mix(sum + t.key + (t.first_block + static_cast<uint64_t>(block) + 1) * 0x9e3779b97f4a7c15u);
     }
     return total;
@@ -71,7 +72,7 @@ struct DigestProblem {
 
 TEST(digest, has_the_format_on_every_isa_for_every_kind_and_size) {
   for_each_isa([&](const std::string&) {
-    for (const DigestKind kind : kKinds) {
+    for (const DigestKind kind : kDigestKinds) {
       for (const int64_t numel : {0, 1, 3, 17, 255, 256, 257, 511, 1000, 70001}) {
         const DigestProblem problem(kind, numel, numel % 2, numel % 3 != 0);
         ASSERT_EQ(problem.cpu(), problem.naive()) << static_cast<int>(kind) << ' ' << numel;
@@ -158,7 +159,7 @@ struct BlockOfHalfSums : HostBlock {
 };
 
 TEST(digest, cuda_has_the_cpu_bits) {
-  for (const DigestKind kind : kKinds) {
+  for (const DigestKind kind : kDigestKinds) {
     for (const int64_t misalign : {0, 1, 4}) {
       for (const int64_t numel : {int64_t{0}, int64_t{9}, int64_t{2055}, kDigestChunk + 300}) {
         if (kThreadSanitizer && (misalign == 4 || numel > 2055)) continue;

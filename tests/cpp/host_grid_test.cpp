@@ -25,7 +25,10 @@ TEST(host_grid, warp_operations_see_their_warp) {
           for (int round = 0; round < 5; ++round) {
             const auto largest = static_cast<uint32_t>(31 + 1000 * round + warp);
             wrong += block.max(static_cast<uint32_t>(lane * 7 % 32 + 1000 * round + warp)) != largest;
-            for (int mask = 1; mask < 32; mask *= 2) wrong += block.shfl_xor(thread + round, mask) != (thread ^ mask) + round;
+            for (int mask = 1; mask < 32; mask *= 2) {
+              const auto theirs = static_cast<uint64_t>((thread ^ mask) + round);
+              wrong += block.shfl_xor(static_cast<uint64_t>(thread + round), mask) != theirs;
+            }
           }
           ++calls;
         },
