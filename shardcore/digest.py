@@ -8,7 +8,6 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from shardcore.checkpoint.format import named_parameters, names_of, plain_name
 from shardcore.distributed.comm import Comm
@@ -26,6 +25,7 @@ from shardcore.engine.digests import (
 )
 from shardcore.engine.engine import Engine
 from shardcore.engine.slices import held_by
+from shardcore.optim.dtensor import is_dtensor
 from shardcore.optim.interface import Superseded, engine_of
 
 _OP = "digest"
@@ -235,9 +235,8 @@ def _of_ordinary(model: nn.Module, what: str, by: str, digests: Digests) -> int 
     for name, param in named_parameters(model):
         tensor = param if what == "weights" else param.grad
         if tensor is not None:
-            _add_whole(
-                digests, name, tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            )
+            whole = tensor.full_tensor() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+            _add_whole(digests, name, whole)
             digests.flush()
     totals = digests.totals(torch.device("cpu"))
     return unsigned(int(totals.sum())) if by == "all" else _as_dict(digests.names, totals)

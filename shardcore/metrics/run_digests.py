@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 
 from shardcore.checkpoint.directory import replacing
 from shardcore.checkpoint.format import names_of, plain_name
@@ -39,6 +38,7 @@ from shardcore.engine.digests import (
 from shardcore.engine.engine import Engine
 from shardcore.engine.slices import held_by
 from shardcore.engine.unshard import in_backward
+from shardcore.optim.dtensor import local_part
 from shardcore.torch_private import pytree
 
 FILE = "digests.jsonl"
@@ -354,10 +354,9 @@ def _trains() -> bool:
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:
     for leaf in pytree.tree_leaves(tree):
-        if isinstance(leaf, DTensor):
-            leaf = leaf.to_local()
-        if isinstance(leaf, torch.Tensor) and leaf.numel() and leaf.layout == torch.strided:
-            yield leaf
+        tensor = local_part(leaf) if isinstance(leaf, torch.Tensor) else None
+        if tensor is not None and tensor.numel() and tensor.layout == torch.strided:
+            yield tensor
 
 
 def _plain(value: Any) -> Any:
