@@ -58,8 +58,12 @@ class LossScaleRule:
 
 class DeviceScalars:
     """The scalars of a step where its tensors are, as device_step makes them: for
-    AdamStepper.step in place of hypers.
+    AdamStepper.step in place of hypers. Also made of a copy of their bytes (n,), on any device.
     """
+
+    def __init__(self, bytes: torch.Tensor) -> None: ...
+    @property
+    def bytes(self) -> torch.Tensor: ...
 
 def device_step(
     state: torch.Tensor,

@@ -24,6 +24,7 @@ from shardcore.checkpoint.save import save
 from shardcore.deepspeed import names
 from shardcore.deepspeed.initialize import initialize
 from shardcore.digest import digest
+from shardcore.engine.audit import SilentCorruption
 from shardcore.engine.away import offload_states, reload_states
 from shardcore.engine.hooks import register_forward_method
 from shardcore.engine.loss_scale import LossScale
@@ -57,6 +58,7 @@ __all__ = [
     "ParamMetadata",
     "Saving",
     "SequenceParallelLoader",
+    "SilentCorruption",
     "__version__",
     "apply_activation_checkpointing",
     "check_determinism",

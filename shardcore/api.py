@@ -36,6 +36,7 @@ from shardcore.distributed.machine import (
 from shardcore.engine import build, full_values, quantized, relay
 from shardcore.engine import full_params as of_engine
 from shardcore.engine.agreement import agree, together
+from shardcore.engine.audit import Audit
 from shardcore.engine.bucket import LIFETIMES
 from shardcore.engine.compiled import compile_units
 from shardcore.engine.engine import Engine, engine_behind
@@ -236,6 +237,7 @@ def shard(
     reduction: str = "ordered",
     broadcast: bool = True,
     materialize: Materialize | None = None,
+    audit: int | Mapping[str, Any] | None = None,
     process_group: dist.ProcessGroup | DeviceMesh | None = None,
     model_parallel_group: dist.ProcessGroup | DeviceMesh | None = None,
     ranks_per_node: int | None = None,
@@ -329,6 +331,9 @@ def shard(
         materialize: The values of a model on the meta device. None calls `reset_parameters()` of
             each module. A callable is called with each module. A path, a list of paths or a Hugging
             Face folder names .safetensors files. A list may combine files with a callable.
+        audit: Every how many steps to check that the hardware computes right bits. None checks
+            nothing. A dict has "every", "on_corruption" ("log", or "raise" for SilentCorruption)
+            and "sweep", the most audits that cover the whole shard (docs/reproducibility.md).
         process_group: The ranks that share the model (default: all). A 2-D DeviceMesh replicates
             over its first dimension and shards over its second (hybrid sharding).
         model_parallel_group: The ranks with the other parts of this model (pipeline stages), as a
@@ -366,6 +371,7 @@ def shard(
         RuntimeError: If a rank cannot allocate memory (nothing is changed), or if `materialize` or
             a copy fails (the model is partly made: build it anew). Every rank raises.
     """
+    options = {name: value for name, value in locals().items() if name in OPTIONS}
     return shard_and_log(
         model,
         optimizer,
@@ -373,25 +379,7 @@ def shard(
         process_group=process_group,
         model_parallel_group=model_parallel_group,
         ranks_per_node=ranks_per_node,
-        stage=stage,
-        units=units,
-        offload=offload,
-        precision=precision,
-        loss_scale=loss_scale,
-        keep_fp32=keep_fp32,
-        cast_inputs=cast_inputs,
-        grad_dtype=grad_dtype,
-        reduce_dtype=reduce_dtype,
-        clip_grad_norm=clip_grad_norm,
-        accumulate=accumulate,
-        sync_each=sync_each,
-        overlap_step=overlap_step,
-        reshard_after_forward=reshard_after_forward,
-        prefetch=prefetch,
-        compile=compile,
-        reduction=reduction,
-        broadcast=broadcast,
-        materialize=materialize,
+        **options,
     )
 
 
@@ -514,6 +502,7 @@ def _plan(
         optimizer = user_optimizer
         if trains:
             optimizer = accept_optimizer(user_optimizer, options.offload, options.overlap_step)
+            options.check_audit(optimizer.param_groups)
         build.check_ownership(model, user_optimizer)
         device = _rank_device(comm, model, optimizer, options.offload)
         quantized.check_model(model, options.stage, device, trains)
@@ -814,6 +803,8 @@ def _start(
             engine.updater.buckets, engine.settle, other_entries_of_state
         )
         optimizer._engine, optimizer._regroup = engine, regroup
+        if options.audits is not None and plan.builder.trains:
+            engine.updater.audit = engine.reducer.audit = Audit(engine, options.audits)
         if not plan.builder.trains:
             for name, param in plan.frozen:
                 if param.requires_grad:

@@ -14,6 +14,7 @@ import torch
 
 from shardcore.checkpoint.materialize import Materialize
 from shardcore.engine import compiled
+from shardcore.engine.audit import AuditOptions
 from shardcore.engine.bucket import LIFETIMES, ReducePolicy
 from shardcore.engine.loss_scale import LossScale, LossScaler
 from shardcore.engine.units import UnitPolicy
@@ -81,6 +82,7 @@ class ShardOptions:
     reduction: str = "ordered"
     broadcast: bool = True
     materialize: Materialize | None = None
+    audit: int | Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         """Shorten the names of dtypes."""
@@ -140,6 +142,7 @@ class ShardOptions:
                 "at stage 3, 0 or more, or nothing at other stages"
             )
         _ = self.compile_arguments  # raises for what torch.compile does not accept
+        _ = self.audits  # likewise
         if self.reduction == "nccl" and not backend_sums:
             raise ValueError(
                 'shard: reduction is "nccl" but the process group has no nccl backend; expected '
@@ -167,6 +170,14 @@ class ShardOptions:
             raise ValueError(
                 f"shard: reshard_after_forward is {reshard} at stage {self.stage}, which keeps "
                 f"them; expected stage 3, or no number"
+            )
+
+    def check_audit(self, groups: Iterable[Mapping[str, Any]]) -> None:
+        """Raise ValueError for audits of steps that a CUDA graph may replay."""
+        if self.audits is not None and any(group.get("capturable") for group in groups):
+            raise ValueError(
+                "shard: audit is given with capturable=True, and replays of a CUDA graph are not "
+                "audited; expected audit=None, or capturable=False"
             )
 
     def check_loss_scale(self, dtypes: Collection[torch.dtype]) -> None:
@@ -212,6 +223,11 @@ class ShardOptions:
         """The arguments of torch.compile for the units; None compiles nothing."""
         return compiled.compile_arguments("shard", self.compile, self.stage == 3)
 
+    @cached_property
+    def audits(self) -> AuditOptions | None:
+        """What `audit` asks for; None audits nothing."""
+        return audit_options(self.audit)
+
     def reduce_policy(self, world_size: int) -> ReducePolicy:
         """How gradients are reduced over this many ranks."""
         return ReducePolicy(
@@ -237,7 +253,11 @@ class ShardOptions:
             if field.name not in ("units", "keep_fp32", "materialize")
         ]
         values = {name: getattr(self, name) for name in names}
-        return values | {"offload": self.tiers, "compile": compiled.in_words(self.compile)}
+        return values | {
+            "offload": self.tiers,
+            "compile": compiled.in_words(self.compile),
+            "audit": self.audits,
+        }
 
 
 def _expected(value: object, choices: Iterable[str | None]) -> str:
@@ -264,6 +284,36 @@ def check_names(op: str, names: Iterable[str], known: Iterable[str]) -> None:
 
 def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def audit_options(audit: int | Mapping[str, Any] | None) -> AuditOptions | None:
+    """Return what shard's `audit` asks for; raise for anything else."""
+    if audit is None:
+        return None
+    if _is_int(audit):
+        audit = {"every": audit}
+    if not isinstance(audit, Mapping):
+        raise TypeError(
+            f'shard: audit is {audit!r}; expected None, a number of steps, or {{"every": K}}'
+        )
+    keys = tuple(field.name for field in fields(AuditOptions))
+    for key in audit:
+        if key not in keys:
+            raise ValueError(f"shard: audit has the unknown key {key!r}; {did_you_mean(key, keys)}")
+    if "every" not in audit:
+        raise ValueError('shard: audit has no "every"; add "every": K, a number of steps')
+    for key in ("every", "sweep"):
+        if key in audit and not (_is_int(audit[key]) and audit[key] > 0):
+            raise ValueError(
+                f'shard: audit["{key}"] is {audit[key]!r}; expected a whole number of at least 1'
+            )
+    options = AuditOptions(**audit)
+    if options.on_corruption not in ("log", "raise"):
+        raise ValueError(
+            f'shard: audit["on_corruption"] is {options.on_corruption!r}; '
+            f"{_expected(options.on_corruption, ('log', 'raise'))}"
+        )
+    return options
 
 
 def offload_options(offload: Mapping[str, Any] | str | None, stage: int) -> OffloadOptions:

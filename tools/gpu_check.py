@@ -52,6 +52,7 @@ GPU_TESTS = {
         "tests/engine/test_reducer.py",
         "tests/engine/test_engine.py",
         "tests/engine/test_engine_offload_states.py",
+        "tests/engine/test_audit.py",
         "tests/engine/test_device_step.py",
         "tests/checkpoint/test_background.py",
         "tests/checkpoint/test_load.py",

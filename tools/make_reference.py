@@ -41,7 +41,7 @@ GROUPS = {
         "reload_states",
     ),
     "Training loops": ("EMA", "join", "register_forward_method", "unfreeze"),
-    "Reproducibility": ("digest", "check_determinism", "Determinism"),
+    "Reproducibility": ("digest", "check_determinism", "Determinism", "SilentCorruption"),
     "Activations": (
         "checkpoint_wrapper",
         "apply_activation_checkpointing",
@@ -192,7 +192,9 @@ def page() -> str:
             parts.append(f"## {group}\n")
         for name in names or others:
             thing = public[name]
-            if thing in MADE_BY:
+            if isinstance(thing, type) and issubclass(thing, Exception):
+                parts.append(f"### shardcore.{name}\n\n{_text(thing)}")
+            elif thing in MADE_BY:
                 parts.append(
                     f"### {name}\n\nReturned by `shardcore.{MADE_BY[thing]}`.\n\n{_text(thing)}"
                 )

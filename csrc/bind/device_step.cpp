@@ -110,6 +110,13 @@ PyDeviceScalars device_step(const at::Tensor& state, const std::optional<at::Ten
   return made;
 }
 
+// Called with a copy of another object's bytes.
+PyDeviceScalars scalars_from(at::Tensor bytes) {
+  constexpr auto size = static_cast<int64_t>(sizeof(AdamScalars));
+  TORCH_INTERNAL_ASSERT(bytes.scalar_type() == at::kByte && bytes.is_contiguous() && bytes.numel() % size == 0);
+  return {bytes.numel() / size, std::move(bytes)};
+}
+
 }  // namespace
 
 void bind_device_step(py::module_& module) {
@@ -117,7 +124,9 @@ void bind_device_step(py::module_& module) {
       .def(py::init(&make_rule), py::kw_only(), py::arg("window"), py::arg("hysteresis"), py::arg("minimum"),
            py::arg("consecutive_hysteresis"))
       .def("after", &scale_after, py::arg("scale"), py::arg("stable_steps"), py::arg("hysteresis_left"), py::arg("overflow"));
-  py::class_<PyDeviceScalars>(module, "DeviceScalars");
+  py::class_<PyDeviceScalars>(module, "DeviceScalars")
+      .def(py::init(&scalars_from), py::arg("bytes"))
+      .def_readonly("bytes", &PyDeviceScalars::bytes);
   module.def("device_step", &device_step, py::arg("state"), py::arg("squares"), py::arg("counts"), py::arg("hyper_index"),
              py::arg("hypers"), py::kw_only(), py::arg("grad_scale") = 1.0, py::arg("loss_scale") = 1.0,
              py::arg("found_inf") = 0.0, py::arg("max_norm") = py::none(), py::arg("ranks") = 1, py::arg("rule") = py::none());

@@ -240,6 +240,7 @@ def write_checkpoint(
 
     finish_saving(engine)
     engine.agree("save", check, then="nothing was saved")
+    engine.settle_audits()
     if content.states and engine.reducer.backwards > 0 and comm.rank == 0:
         logger.warning(
             "save: %s backward(s) ran since the last step, and gradients are not saved. A run "
@@ -258,6 +259,8 @@ def write_checkpoint(
     try:
         with together(comm, "save", AS_BEFORE):
             job.prepare(stages=not wait)
+        if engine.updater.audit is not None:
+            engine.updater.audit.saved(str(saving.path))
         mailbox = Mailbox(comm, comm.gather_json(uuid.uuid4().hex)[0])
         if not wait:
             saving.start(mailbox)
@@ -648,6 +651,7 @@ class _Job:
 def numerics_of(engine: Engine) -> Any:
     """Return the options that the model was sharded with, as JSON values."""
     options = {**engine.options, "ranks": engine.comm.topology}
+    del options["audit"]  # changes no bits
     for name, value in options.items():
         if is_dataclass(value) and not isinstance(value, type):
             options[name] = asdict(value)

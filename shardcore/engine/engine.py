@@ -182,6 +182,11 @@ class Engine:
         if self.commits is not None:
             self.commits.finish()
 
+    def settle_audits(self) -> None:
+        """Compare what audits have left. Collective. SilentCorruption if that is to be raised."""
+        if self.updater.audit is not None:
+            self.updater.audit.settle()
+
     def _settle_commits(self) -> None:
         """Synchronize; where steps are committed wait until every rank has the last one. Then
         collective.
@@ -338,6 +343,7 @@ class Engine:
                 # an interrupt must not end it halfway on one rank
                 self._step(grad_scale, max_norm, problems, let_in)
                 if self.commits is not None:
+                    self.settle_audits()  # before the step is committed
                     self.commits.note_step()
         finally:
             problems.clear()
@@ -406,7 +412,9 @@ class Engine:
         # last: it waits until the worker begins
         if plan is not None and self.overlap_step is not None:
             if gathers is None:
-                self.overlap_step.start(plan.spans, plan.hypers, plan.same_order)
+                self.overlap_step.start(
+                    plan.spans, plan.hypers, plan.same_order, self.updater.steps
+                )
             else:
                 self.overlap_step.defer(gathers)
         if plan is not None and self.unsharder is not None:
@@ -734,6 +742,7 @@ class Engine:
             return f"that of {what}{self.updater.changed()}"
 
         self.agree(op, check)
+        self.settle_audits()
 
     # --- full values of one parameter -------------------------------------------------------------
 

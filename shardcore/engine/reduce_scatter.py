@@ -150,6 +150,29 @@ class ReduceScatter:
             self._start(flight.bucket, flight.reduce_scatter_input, level + 1, partial)
         self._give_back(flight)
 
+    def parts_of_other(self, pieces: torch.Tensor) -> tuple[int, Parts]:
+        """Send copies of local gradients so that each rank can add up the piece of the rank before
+        it in a level. Collective; waits. Returns that rank, and the parts of the last level.
+
+        pieces: (ranks, numel), by the rank that adds them up.
+        """
+        sent, whose = pieces.flatten(), self.comm.rank
+        parts: Parts | None = None
+        for ranks in self._levels:
+            number = ranks.index(self.comm.rank)
+            if parts is not None:
+                sent = torch.empty(parts.own.numel(), dtype=torch.float32, device=sent.device)
+                parts.add_up(1.0, sent)
+            if len(ranks) > 1 and whose == self.comm.rank:
+                sent = sent.view(len(ranks), -1).roll(1, 0).flatten()
+                whose = ranks[number - 1]
+            received = torch.empty_like(sent)
+            several = ranks if self.has_levels else None
+            wait_all(self.comm.all_to_all(received, sent, Traffic.READ, "an audit", several))
+            parts = Parts(received, len(ranks), sent.chunk(len(ranks))[number], number)
+        assert parts is not None
+        return whose, parts
+
     def abandon(self) -> None:
         """Wait for what is in flight and drop it; after a wait has failed, only drop it."""
         for flights in self._flights:

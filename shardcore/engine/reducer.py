@@ -428,10 +428,10 @@ class Reducer:
             for bucket in self.buckets
         }
         self._in_order = [*self._locals.values()]
-        self._exchange = ReduceScatter(comm, self.pool, self.buckets, policy)
+        self.exchange = ReduceScatter(comm, self.pool, self.buckets, policy)
         self.host_grads: HostGradients | None = None  # None: gradients stay on the device
         if make_host_grads is not None:
-            self.host_grads = make_host_grads(self._exchange, policy, scaler.active)
+            self.host_grads = make_host_grads(self.exchange, policy, scaler.active)
         topology, all_own = comm.topology, lifetimes.owns_everything
         self._replicas = topology.ranks_by_piece() if all_own else topology.replica_ranks(comm.rank)
         self.param_grads = (
@@ -443,6 +443,7 @@ class Reducer:
         self.sync = True  # False inside no_sync()
         # called with a bucket and its local gradient, on the stream that sends it
         self.before_send: Callable[[Bucket, torch.Tensor], None] | None = None
+        self.audit: Any = None  # engine/audit.py
         self.muted = False  # this rank's gradients are left out (uneven.py)
         self.backwards = 0  # that gave gradients since the last step or zero_grad
         self._stepped = self._warned = False  # a step used the present gradients; a warning said so
@@ -535,8 +536,8 @@ class Reducer:
         if not is_first:
             return
         missing.remove(slot)
-        if self._reducing and self._exchange.has_levels:
-            self._exchange.arrive(local.bucket, grad.numel(), self._finish)
+        if self._reducing and self.exchange.has_levels:
+            self.exchange.arrive(local.bucket, grad.numel(), self._finish)
         if missing:
             return
         if self.unsharder is not None:
@@ -571,9 +572,11 @@ class Reducer:
         bucket = local.bucket
         if self.before_send is not None:
             self.before_send(bucket, reduce_scatter_input)
+        if self.audit is not None:
+            self.audit.sending(bucket, reduce_scatter_input)
         with self.comm.scope(f"shardcore::reduce({bucket.label})"):
             if self.comm.world_size > 1:
-                self._exchange.send(bucket, reduce_scatter_input, self._finish)
+                self.exchange.send(bucket, reduce_scatter_input, self._finish)
             else:  # nothing is sent
                 parts = Parts(reduce_scatter_input, 1, reduce_scatter_input, 0)
                 self._finish(bucket, reduce_scatter_input, parts)
@@ -591,6 +594,8 @@ class Reducer:
         local = self._locals[bucket]
         assert local.state is GradState.REDUCING
         local.state = GradState.REDUCED
+        if self.audit is not None:
+            self.audit.summing(bucket, parts)
         if bucket.reduced:
             is_plain = reduce_scatter_input is local.late
         else:  # unless other micro-steps are summed in another dtype
@@ -634,7 +639,7 @@ class Reducer:
             bucket.sq_norm = parts.add_up(self._factor(), own, bucket.reduced)
         if len(self._replicas) > 1:
             with self.comm.scope(f"shardcore::gather_grad({bucket.label})"):
-                self._gathers += self._exchange.gather(bucket, grad, self._replicas)
+                self._gathers += self.exchange.gather(bucket, grad, self._replicas)
         if reduce_scatter_input is not grad:
             local.release(reduce_scatter_input)
 
@@ -747,7 +752,7 @@ class Reducer:
 
     def _drain(self) -> None:
         if self.comm.world_size > 1:
-            self._exchange.drain(self._finish)
+            self.exchange.drain(self._finish)
 
     def _wait_gathers(self) -> None:
         gathers = [*self._gathers]
@@ -768,7 +773,7 @@ class Reducer:
         if self._boundary.failed:
             self.comm.fail_backward()
             self._boundary.clear()
-            self._exchange.abandon()
+            self.exchange.abandon()
             self._wait_gathers()
             if self.host_grads is not None:
                 self.host_grads.abort()

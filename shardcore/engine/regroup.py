@@ -175,8 +175,9 @@ def regroup(
                 engine.saving,
                 engine.own_weights,
             )
-            divisor = engine.reducer.divisor
+            divisor, audit = engine.reducer.divisor, engine.reducer.audit
             Engine.__init__(engine, plan)
+            engine.updater.audit = engine.reducer.audit = audit
             if divisor != engine.reducer.divisor:
                 engine.sum_gradients()
             (

@@ -129,11 +129,29 @@ class StateStore(Protocol):
         """
 
 
+class Audited(Protocol):
+    """What steps need of the audits of an engine (engine/audit.py, which has the contracts)."""
+
+    def next_step(self) -> None: ...
+
+    def steps(
+        self, store: StateStore, parts: Sequence[Sequence[Span]], hypers: Scalars
+    ) -> Iterator[_C.CopyEvent | None]: ...
+
+    def settle(self) -> None: ...
+
+    def saved(self, path: str) -> None: ...
+
+
 class HostStore(StateStore, Protocol):
     """A store with states in host memory. copies: the only way to and from there."""
 
     @property
     def copies(self) -> _C.HostTier: ...
+
+
+# What StateStore.steps is, audited where steps are.
+Steps = Callable[[Sequence[Sequence[Span]], Scalars], Iterator[_C.CopyEvent | None]]
 
 
 class OverlappedStep(Protocol):
@@ -156,7 +174,11 @@ class OverlappedStep(Protocol):
     def updates(self, buckets: Iterable[Bucket]) -> bool: ...
 
     def start(
-        self, spans: Mapping[Bucket, Sequence[Span]], hypers: Scalars, same_order: bool
+        self,
+        spans: Mapping[Bucket, Sequence[Span]],
+        hypers: Scalars,
+        same_order: bool,
+        run: Steps,
     ) -> None: ...
 
     def defer(self, gathers: Mapping[Bucket, list[Started]]) -> None: ...

@@ -32,6 +32,7 @@ from shardcore.engine.device_step import DeviceStep, PendingResult
 from shardcore.engine.loss_scale import LossScaler
 from shardcore.engine.orthogonalize import orthogonalized
 from shardcore.engine.states import (
+    Audited,
     Scalars,
     Span,
     StateStore,
@@ -178,6 +179,7 @@ class Updater:
         update (engine/float8.py); None: nothing does.
         """
         self._device_step, self._measure = device_step, measure
+        self.audit: Audited | None = None
         self._constant = constant
         self.buckets = [bucket for bucket in buckets if bucket.group is not None]
         self.store = store
@@ -256,6 +258,8 @@ class Updater:
         squares, same_order, any_grad = self._agreed(
             active, problems, terms, zlib.crc32("\n".join(order).encode()), started
         )
+        if self.audit is not None:
+            self.audit.next_step()
         if not any_grad:
             return None, None
         if self._device_step is not None:
@@ -344,10 +348,18 @@ class Updater:
         self.raise_failure()
         return started
 
+    def steps(
+        self, parts: Sequence[Sequence[Span]], hypers: Scalars
+    ) -> Iterator[_C.CopyEvent | None]:
+        """Run `StateStore.steps`, audited where steps are."""
+        if self.audit is None:
+            return self.store.steps(parts, hypers)
+        return self.audit.steps(self.store, parts, hypers)
+
     def _update_at_once(self, buckets: Sequence[Bucket], plan: StepPlan) -> None:
         """Update buckets by one call of the kernel: nothing of them travels beside it."""
         spans = [span for bucket in buckets for span in plan.spans[bucket]]
-        steps = self.store.steps([spans], plan.hypers)
+        steps = self.steps([spans], plan.hypers)
         with self.comm.scope("shardcore::adam"):
             copied = next(steps)
         next(
@@ -361,7 +373,7 @@ class Updater:
         """Update one bucket after the other. While the next one is updated, the new weights of each
         are copied, and then gathered.
         """
-        steps = self.store.steps([plan.spans[bucket] for bucket in buckets], plan.hypers)
+        steps = self.steps([plan.spans[bucket] for bucket in buckets], plan.hypers)
         before: Bucket | None = None
         copied: _C.CopyEvent | None = None  # of the new weights of `before`
         for bucket in buckets:

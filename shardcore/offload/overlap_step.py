@@ -51,7 +51,7 @@ from shardcore.distributed.comm import Comm, Started, wait_all
 from shardcore.distributed.machine import WorkerThreads
 from shardcore.engine.bucket import Bucket
 from shardcore.engine.plan import Plan
-from shardcore.engine.states import Scalars, Span, StateStore, StepError
+from shardcore.engine.states import Scalars, Span, StateStore, StepError, Steps
 from shardcore.engine.step import gather_new_weights
 from shardcore.engine.units import Unit
 from shardcore.engine.unshard import in_backward
@@ -225,10 +225,14 @@ class OverlapStep:
         )
 
     def start(
-        self, spans: Mapping[Bucket, Sequence[Span]], hypers: Scalars, same_order: bool
+        self,
+        spans: Mapping[Bucket, Sequence[Span]],
+        hypers: Scalars,
+        same_order: bool,
+        run: Steps,
     ) -> None:
-        """Start to update `spans` on the worker; nothing may be pending. same_order: `order` is
-        the same on every rank.
+        """Start to update `spans` by `run` on the worker; nothing may be pending. same_order:
+        `order` is the same on every rank.
         """
         assert not self._pending
         # Buckets are updated in the order in which the last forward used their units. Ranks gather
@@ -254,7 +258,7 @@ class OverlapStep:
         try:
             self._worker.submit(
                 _update_all,
-                self.store,
+                run,
                 updates,
                 hypers,
                 comm,
@@ -439,7 +443,7 @@ class OverlapStep:
 
 @torch.no_grad()
 def _update_all(
-    store: StateStore,
+    run: Steps,
     updates: Sequence[_Update],
     hypers: Scalars,
     comm: Comm | None,
@@ -459,7 +463,7 @@ def _update_all(
     error: BaseException | None = None
 
     def update_parts() -> Iterator[_C.CopyEvent | None]:  # so that all errors come out of `next`
-        yield from store.steps([update.spans for update in updates], hypers)
+        yield from run([update.spans for update in updates], hypers)
 
     events: Iterator[_C.CopyEvent | None] = update_parts()
     with nullcontext() if stream is None else torch.cuda.stream(stream):

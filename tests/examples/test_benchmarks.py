@@ -14,8 +14,10 @@ import torch
 
 from benchmarks import (
     bench_activations,
+    bench_audits,
     bench_checkpoint,
     bench_cpu_adam,
+    bench_digests,
     bench_elementwise,
     bench_fabric,
     bench_io,
@@ -434,6 +436,17 @@ def test_a_tree_inside_another_repository_is_none_of_its_commits(tmp_path, monke
 
 
 @pytest.mark.more
+def test_digests(tmp_path, run_main):
+    small = ["--tiny", "--device", "cpu", "--numel", "4K", "--rounds", "2", "--pause", "0"]
+    assert "time over a read" in run_main(bench_digests, *small, "--out", str(tmp_path))
+    result = json.loads((tmp_path / "digests.json").read_text())
+    assert [*result["kernel"]] == ["float32", "bfloat16", "split"]
+    run = result["run"]
+    assert run["calls"] > 0
+    assert run["read_over_masters"] >= 3  # local and reduced gradients, new weights; and outputs
+
+
+@pytest.mark.more
 def test_elementwise(tmp_path, run_main):
     options = [
         "--numel",
@@ -464,3 +477,14 @@ def test_load(tmp_path, run_main):
     assert max(ours["peak_bytes"][0]) <= result["bound_bytes"]
     assert 0.95 <= ours["read_of_files"] <= 1.05
     assert ours["losses"] == pytest.approx(peer["losses"], rel=1e-3)
+
+
+@pytest.mark.more
+def test_audits(tmp_path, run_main):
+    small = ["--tiny", "--device", "cpu", "--flips", "8", "--rounds", "2", "--pause", "0"]
+    assert "8 of 8" in run_main(bench_audits, *small, "--out", str(tmp_path))
+    result = json.loads((tmp_path / "audits.json").read_text())
+    found = {name: of["found"] for name, of in result["found"].items()}
+    assert found["new weight, lasting"] == found["new exp_avg, lasting"] == 8
+    assert found["a master, between two steps"] == 0
+    assert 0 < result["cost"]["copied_over_update"] < 1
