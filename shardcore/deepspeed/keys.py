@@ -120,6 +120,7 @@ OF_SHARD = (
     "prefetch",
     "units",
     "sync_each",
+    "audit",
 )
 OF_OFFLOAD = (
     *("gradients", "ratio", "device_memory_limit", "durable", "resume", "path", "pin_memory_limit"),
