@@ -28,6 +28,7 @@ from benchmarks import harness, suite
 from benchmarks.bench_activations import SIZES, Stack
 from benchmarks.device import Device
 from examples.launch import Rank, launch
+from shardcore.distributed.comm import Traffic
 from shardcore.engine.audit import Audit
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
@@ -111,15 +112,29 @@ class Planted:
         return parts
 
 
-def _count(rank: Rank, fault: tuple[int, str, str, bool], flips: int, sweep: int) -> int:
-    """Return how many flips are found. Collective."""
-    stage, what, when, lasting = fault
+def _sharded(stage: int, sweep: int) -> tuple[Any, Any]:
     torch.manual_seed(0)
     model: Any = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4)))
     optimizer: Any = shardcore.FusedAdam(model.parameters(), lr=1e-3)
-    model, optimizer = shardcore.shard(
-        model, optimizer, stage, precision="bf16", audit={"every": 1, "sweep": sweep}
-    )
+    audit = {"every": 1, "sweep": sweep}
+    return shardcore.shard(model, optimizer, stage, precision="bf16", audit=audit)
+
+
+def _sent(sweep: int) -> dict[str, int]:
+    """Return the bytes that this rank sends in a step: gradients, and for an audit. Collective."""
+    model, optimizer = _sharded(2, sweep)
+    sent = optimizer._engine.comm.sent
+    before = dict(sent)
+    _train(model, optimizer, torch.randn(4, 256).bfloat16())
+    optimizer._engine.settle_audits()
+    names = {"gradients": Traffic.BACKWARD, "audit": Traffic.READ}
+    return {name: sent[kind] - before.get(kind, 0) for name, kind in names.items()}
+
+
+def _count(rank: Rank, fault: tuple[int, str, str, bool], flips: int, sweep: int) -> int:
+    """Return how many flips are found. Collective."""
+    stage, what, when, lasting = fault
+    model, optimizer = _sharded(stage, sweep)
     engine = optimizer._engine
     planted = Planted(optimizer, what, when, random.Random(0))
     log = Found()
@@ -156,12 +171,13 @@ def _tensors(engine: Any) -> Iterator[torch.Tensor]:
 def run_rank(rank: Rank, flips: int, sweep: int, lasting_sweep: int, path: str) -> int:
     """Count for each kind of fault, and write the result on rank 0."""
     logging.getLogger("shardcore").propagate = False
-    found = {}
+    result: dict[str, Any] = {"sent_bytes": _sent(sweep)}
+    found = result["found"] = {}
     for name, fault in FAULTS.items():
         of = lasting_sweep if fault[3] else sweep
         found[name] = {"sweep": of, "flips": flips, "found": _count(rank, fault, flips, of)}
     if rank.rank == 0:
-        Path(path).write_text(json.dumps(found))
+        Path(path).write_text(json.dumps(result))
     return 0
 
 
@@ -187,8 +203,8 @@ def _train(model: Any, optimizer: Any, x: torch.Tensor) -> None:
     optimizer.zero_grad()
 
 
-def copied_bytes(step: Callable[[], None]) -> int:
-    """Return the bytes that the audit of a step copies."""
+def copies_of(step: Callable[[], None]) -> tuple[int, int]:
+    """Return how many copies the audit of a step makes, and their bytes."""
     copied = []
     to_host = Audit._to_host
 
@@ -201,7 +217,7 @@ def copied_bytes(step: Callable[[], None]) -> int:
         step()
     finally:
         Audit._to_host = to_host  # type: ignore[method-assign]
-    return sum(copied)
+    return len(copied), sum(copied)
 
 
 def main() -> int:
@@ -217,7 +233,7 @@ def main() -> int:
     result = suite.about_run("audits", options)
     sizes = SIZES["tiny" if options.tiny else options.device][:3]
     steps = training(device.torch, sizes)
-    copied = copied_bytes(steps["audit=1"])
+    calls, copied = copies_of(steps["audit=1"])
     seconds = harness.interleave(steps, options.rounds, pause_s=options.pause, timer=device.timer)
     ratio = harness.paired(seconds["audit=1"], seconds["without"])
     # read and written: master, both moments; read: the gradient; written: the weight
@@ -225,6 +241,7 @@ def main() -> int:
     result["cost"] = {
         "sizes": sizes,
         "time_over_without": vars(ratio),
+        "copies": calls,
         "copied_bytes": copied,
         "copied_over_update": copied / moved,
         "seconds": seconds,
@@ -238,7 +255,9 @@ def main() -> int:
     sweeps = (4, 2) if options.tiny else (100, 10)
     if status := launch(run_rank, 2, "cpu", 1, options.flips, *sweeps, str(path)):
         return status
-    result["found"] = found = json.loads(path.read_text())
+    of_ranks = json.loads(path.read_text())
+    result |= of_ranks
+    found = of_ranks["found"]
     path.unlink()
     rows = [["flipped bit", "audits a sweep", "found"]]
     for name, of in found.items():

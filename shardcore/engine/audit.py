@@ -322,6 +322,8 @@ class Audit:
         text = "; ".join(found) + (
             f". The last checkpoint whose audits had all passed: {self._saved or 'none yet'}"
         )
+        if engine.commits is not None:
+            text += f"; committed to files: step {engine.commits.step}"
         if self._everyone.rank == 0 or row["update"]:
             logger.error("audit: %s", text)
         if self._options.on_corruption == "raise":
@@ -331,8 +333,8 @@ class Audit:
     def _raise(self) -> None:
         if self._corruption is not None:
             raise SilentCorruption(
-                f"step: {self._corruption}. Nothing is updated or saved from now on: load that "
-                "checkpoint without this rank's hardware"
+                f"step: {self._corruption}. Nothing is updated or saved from now on: continue "
+                "from there without this rank's hardware"
             )
 
     def _here(self) -> str:

@@ -120,7 +120,10 @@ class BackgroundSave(Protocol):
 
 
 class StepCommits(Protocol):
-    """What commits steps to disk (checkpoint/commits.py)."""
+    """What commits steps to disk (checkpoint/commits.py). step: how many steps were noted."""
+
+    @property
+    def step(self) -> int: ...
 
     def note_step(self) -> None: ...
 

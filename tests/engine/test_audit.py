@@ -348,6 +348,25 @@ def test_nothing_is_saved_after_a_difference(tmp_path: Path) -> None:
     assert f"had all passed: {Path(folder, 'global_step2')}" in text
 
 
+def _committed(rank: int, world_size: int, folder: str, resume: bool | None) -> str | int:
+    own = model()
+    offload = {"optimizer": "nvme", "path": folder} | ({} if resume is None else {"resume": resume})
+    sharded, optimizer = shardcore.shard(
+        own, shardcore.CPUAdam(own.parameters()), 2, offload=offload, audit={**RAISE, "sweep": 1}
+    )
+    if resume:
+        return int(shardcore.resume(sharded))
+    Flip("weight")(rank, sharded, optimizer)
+    return _run(rank, sharded, optimizer, 1, 5, None)[1]
+
+
+def test_a_wrong_step_is_not_committed(tmp_path: Path) -> None:
+    text = run_ranks(2, _committed, str(tmp_path), None)[0]
+    assert "the update of step 3 wrote" in text
+    assert "; committed to files: step 2." in text
+    assert run_ranks(2, _committed, str(tmp_path), True) == [2, 2]
+
+
 @pytest.mark.parametrize(
     ("audit", "error", "text"),
     [
