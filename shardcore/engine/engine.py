@@ -413,7 +413,7 @@ class Engine:
         if plan is not None and self.overlap_step is not None:
             if gathers is None:
                 self.overlap_step.start(
-                    plan.spans, plan.hypers, plan.same_order, self.updater.steps
+                    plan.spans, plan.hypers, plan.same_order, self.updater.audit
                 )
             else:
                 self.overlap_step.defer(gathers)

@@ -150,8 +150,14 @@ class HostStore(StateStore, Protocol):
     def copies(self) -> _C.HostTier: ...
 
 
-# What StateStore.steps is, audited where steps are.
-Steps = Callable[[Sequence[Sequence[Span]], Scalars], Iterator[_C.CopyEvent | None]]
+def run_steps(
+    store: StateStore,
+    audit: Audited | None,
+    parts: Sequence[Sequence[Span]],
+    hypers: Scalars,
+) -> Iterator[_C.CopyEvent | None]:
+    """Run StateStore.steps, audited where steps are."""
+    return store.steps(parts, hypers) if audit is None else audit.steps(store, parts, hypers)
 
 
 class OverlappedStep(Protocol):
@@ -178,7 +184,7 @@ class OverlappedStep(Protocol):
         spans: Mapping[Bucket, Sequence[Span]],
         hypers: Scalars,
         same_order: bool,
-        run: Steps,
+        audit: Audited | None,
     ) -> None: ...
 
     def defer(self, gathers: Mapping[Bucket, list[Started]]) -> None: ...

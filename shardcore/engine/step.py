@@ -38,6 +38,7 @@ from shardcore.engine.states import (
     StateStore,
     StepError,
     part_of,
+    run_steps,
     set_weights,
 )
 from shardcore.optim.base import Kind
@@ -348,18 +349,10 @@ class Updater:
         self.raise_failure()
         return started
 
-    def steps(
-        self, parts: Sequence[Sequence[Span]], hypers: Scalars
-    ) -> Iterator[_C.CopyEvent | None]:
-        """Run `StateStore.steps`, audited where steps are."""
-        if self.audit is None:
-            return self.store.steps(parts, hypers)
-        return self.audit.steps(self.store, parts, hypers)
-
     def _update_at_once(self, buckets: Sequence[Bucket], plan: StepPlan) -> None:
         """Update buckets by one call of the kernel: nothing of them travels beside it."""
         spans = [span for bucket in buckets for span in plan.spans[bucket]]
-        steps = self.steps([spans], plan.hypers)
+        steps = run_steps(self.store, self.audit, [spans], plan.hypers)
         with self.comm.scope("shardcore::adam"):
             copied = next(steps)
         next(
@@ -373,7 +366,8 @@ class Updater:
         """Update one bucket after the other. While the next one is updated, the new weights of each
         are copied, and then gathered.
         """
-        steps = self.steps([plan.spans[bucket] for bucket in buckets], plan.hypers)
+        parts = [plan.spans[bucket] for bucket in buckets]
+        steps = run_steps(self.store, self.audit, parts, plan.hypers)
         before: Bucket | None = None
         copied: _C.CopyEvent | None = None  # of the new weights of `before`
         for bucket in buckets:

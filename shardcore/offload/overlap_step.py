@@ -40,6 +40,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMappin
 from concurrent.futures import Future
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -51,7 +52,7 @@ from shardcore.distributed.comm import Comm, Started, wait_all
 from shardcore.distributed.machine import WorkerThreads
 from shardcore.engine.bucket import Bucket
 from shardcore.engine.plan import Plan
-from shardcore.engine.states import Scalars, Span, StateStore, StepError, Steps
+from shardcore.engine.states import Audited, Scalars, Span, StateStore, StepError, run_steps
 from shardcore.engine.step import gather_new_weights
 from shardcore.engine.units import Unit
 from shardcore.engine.unshard import in_backward
@@ -229,10 +230,10 @@ class OverlapStep:
         spans: Mapping[Bucket, Sequence[Span]],
         hypers: Scalars,
         same_order: bool,
-        run: Steps,
+        audit: Audited | None,
     ) -> None:
-        """Start to update `spans` by `run` on the worker; nothing may be pending. same_order:
-        `order` is the same on every rank.
+        """Start to update `spans` on the worker; nothing may be pending. same_order: `order` is
+        the same on every rank.
         """
         assert not self._pending
         # Buckets are updated in the order in which the last forward used their units. Ranks gather
@@ -258,7 +259,7 @@ class OverlapStep:
         try:
             self._worker.submit(
                 _update_all,
-                run,
+                partial(run_steps, self.store, audit),
                 updates,
                 hypers,
                 comm,
@@ -443,7 +444,7 @@ class OverlapStep:
 
 @torch.no_grad()
 def _update_all(
-    run: Steps,
+    run: Callable[[Sequence[Sequence[Span]], Scalars], Iterator[_C.CopyEvent | None]],
     updates: Sequence[_Update],
     hypers: Scalars,
     comm: Comm | None,
