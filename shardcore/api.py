@@ -3,10 +3,12 @@ engine.
 """
 
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -409,6 +411,8 @@ def shard_and_log(
         _shard(plan, filler, user_optimizer, options, level)
     finally:
         hide(partitioned)
+    if optimizer is not None and "SHARDCORE_DIGESTS" in os.environ:  # a room above this file
+        import_module("shardcore.metrics.run_digests").record_first_steps(plan.optimizer)
     return model, None if optimizer is None else plan.optimizer
 
 

@@ -442,7 +442,7 @@ class Reducer:
         self._alone = comm.world_size == 1 and not scaler.active
         self.sync = True  # False inside no_sync()
         # called with a bucket and its local gradient, on the stream that sends it
-        self.before_send: Callable[[Bucket, torch.Tensor], None] | None = None
+        self.before_send: list[Callable[[Bucket, torch.Tensor], None]] = []
         self.audit: Any = None  # engine/audit.py
         self.muted = False  # this rank's gradients are left out (uneven.py)
         self.backwards = 0  # that gave gradients since the last step or zero_grad
@@ -570,8 +570,8 @@ class Reducer:
         assert local.state is not GradState.REDUCING
         local.state = GradState.REDUCING
         bucket = local.bucket
-        if self.before_send is not None:
-            self.before_send(bucket, reduce_scatter_input)
+        for tell in self.before_send:
+            tell(bucket, reduce_scatter_input)
         if self.audit is not None:
             self.audit.sending(bucket, reduce_scatter_input)
         with self.comm.scope(f"shardcore::reduce({bucket.label})"):

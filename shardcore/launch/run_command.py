@@ -14,6 +14,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +28,8 @@ from shardcore.launch.failures import first, report
 from shardcore.launch.hosts import Slots, read_hostfile, select, trim
 from shardcore.launch.node import NodePlan, Outcome, run_node
 from shardcore.launch.nodes import address_of, is_this_machine, passed_environment, run_nodes
+from shardcore.metrics.compare import Run, compare, read_run
+from shardcore.metrics.run_digests import DIRECTORY_VARIABLE, FILE, STEPS_VARIABLE
 
 HOSTFILE = Path("/job/hostfile")  # where DeepSpeed's launcher looks
 PORT = 29500  # of several machines, as DeepSpeed's and torch's launchers have it
@@ -63,6 +66,7 @@ _LEAST = {
     "max_restarts": 0,
     "node_rank": 0,
     "ssh_port": 1,
+    "twice": 1,
 }
 
 
@@ -207,14 +211,64 @@ _OPTIONS: tuple[tuple[str, str, Callable[[str], Any], str], ...] = (
         "accepted for compatibility with DeepSpeed's launcher; requires --node_rank",
     ),
     ("--ssh_port", "PORT", int, "port of the ssh servers on the hosts"),
+    (
+        "--twice",
+        "N",
+        int,
+        "run the program twice, each time for N optimizer steps, and name the first value that "
+        "differs (docs/reproducibility.md)",
+    ),
 )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Run the program's ranks and return the exit status: 0, or the first failing rank's. Raises
-    ValueError, OSError.
+    """Run the program's ranks and return the exit status: 0, or the first failing rank's; with
+    --twice 1, too, if the runs differ. Raises ValueError, OSError.
     """
     plans = plan(options)
+    if options.twice is None:
+        return _run(plans, options)
+    if len(plans[0].slots) > 1:
+        raise ValueError(
+            f"run: --twice is given for {len(plans[0].slots)} machines; expected one. Set "
+            f"{DIRECTORY_VARIABLE} and {STEPS_VARIABLE} in two runs, and pass the directories to "
+            "shardcore compare"
+        )
+    try:
+        return _run_twice(plans, options)
+    finally:
+        for name in (DIRECTORY_VARIABLE, STEPS_VARIABLE):
+            os.environ.pop(name, None)
+
+
+def _run_twice(plans: list[NodePlan], options: argparse.Namespace) -> int:
+    """Run, run again, and print what differs first. Leaves variables in the environment."""
+    with tempfile.TemporaryDirectory(prefix="shardcore-twice-") as folder:
+        runs: list[Run] = []
+        for name in ("first", "second"):
+            text = f"shardcore run: {name} of two runs, of {options.twice} steps each"
+            print(text, file=sys.stderr, flush=True)
+            path = Path(folder, name)
+            os.environ[DIRECTORY_VARIABLE], os.environ[STEPS_VARIABLE] = (
+                str(path),
+                str(options.twice),
+            )
+            if status := _run(plans, options):
+                return status
+            if (path / FILE).is_file():
+                runs.append(read_run(path))
+            if not runs or not runs[-1].rows:
+                raise ValueError(
+                    "run: --twice: the program ended without a step of an optimizer that "
+                    "shardcore.shard returned; expected at least one step"
+                )
+        result = compare(*runs)
+    print(result)
+    return 0 if result.equal else 1
+
+
+def _run(plans: list[NodePlan], options: argparse.Namespace) -> int:
+    """Run the ranks, again after a failure as often as --max_restarts says."""
     alone = len(plans) == 1 and (plans[0].started_alone or is_this_machine(plans[0].host))
     environment = {} if alone else passed_environment([Path.home(), Path.cwd()])
     for attempt in range(plans[0].max_restarts + 1):

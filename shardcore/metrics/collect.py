@@ -23,7 +23,7 @@ from shardcore.engine.agreement import Payload, agree, attempt, together
 from shardcore.engine.engine import Engine, engine_behind
 from shardcore.engine.memory_report import report_now
 from shardcore.metrics import writers
-from shardcore.metrics.run_digests import RunDigests, drop, writer_to
+from shardcore.metrics.run_digests import RunDigests, check_parts, drop, writer_to
 from shardcore.metrics.writers import COLUMNS
 from shardcore.offload.cpu_store import CpuStore
 from shardcore.optim import ShardableOptimizer
@@ -331,10 +331,7 @@ def _check_digests(digests: int | None, folder: Path | None, engine: Engine) -> 
         raise ValueError(f"Metrics: digests is {digests}; expected at least 1")
     if folder is None:
         raise ValueError("Metrics: got digests without a directory. Pass a directory for the file")
-    if len(engine.comm.across) > len(engine.comm.slices):
-        raise NotImplementedError(
-            "Metrics: got digests for pipeline stages; expected a model without stages"
-        )
+    check_parts("Metrics", engine)
 
 
 def _facts(engine: Engine, ranks: int) -> dict[str, Any]:

@@ -8,10 +8,15 @@ the weights before the step only if the row before does not have them.
 Digests are computed where values are stored. Nothing waits for them: sums stay on the device until
 the next step, and a row is written then, or at exit. Steps without a row cost a comparison in each
 hook.
+
+Without a change to the program, the environment has them recorded (`record_first_steps`).
 """
 
 import hashlib
 import json
+import multiprocessing
+import os
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from operator import attrgetter
@@ -25,6 +30,7 @@ from shardcore.checkpoint.directory import replacing
 from shardcore.checkpoint.format import names_of, plain_name
 from shardcore.checkpoint.save import random_states
 from shardcore.distributed.comm import Traffic
+from shardcore.engine.agreement import together
 from shardcore.engine.bucket import Bucket, Managed
 from shardcore.engine.digests import (
     VERSION,
@@ -44,6 +50,8 @@ from shardcore.torch_private import pytree
 FILE = "digests.jsonl"
 FORMAT = "shardcore digests"
 GENERATORS = ("python", "numpy", "torch", "cuda")
+# Set by `shardcore run --twice`: the directory of the file, and how many steps the program makes.
+DIRECTORY_VARIABLE, STEPS_VARIABLE = "SHARDCORE_DIGESTS", "SHARDCORE_DIGESTS_STEPS"
 SUMMED = ("batch", "loss", "buffers")  # over ranks, before those of units and parameters
 _MOST_SAMPLES = 4096  # a tensor of more rows counts as a whole
 
@@ -90,7 +98,7 @@ class RunDigests:
         self._behind = [self._names[m.param] for m in of_root if m.index > last]
         self._ahead = [self._names[m.param] for m in of_root if m.index < last]
         self._locals = [*filter(None, self._units), *self._behind, *self._ahead]
-        engine.reducer.before_send = _weakly(self._send)
+        engine.reducer.before_send.append(_weakly(self._send))  # unfreeze makes a new reducer
         for unit in {bucket.unit for bucket in engine.buckets} - self._hooked:
             after = _weakly(self._after, plain_name(unit))
             engine.handles.append(engine.model.get_submodule(unit).register_forward_hook(after))
@@ -273,6 +281,60 @@ class RunDigests:
             head = {"step": self._steps, **values, "order": self._order}
             self._pending.keep(head, self._digests.names, self._locals, totals, of_ranks)
         self._new_step()
+
+
+def check_parts(op: str, engine: Engine) -> None:
+    """Raise NotImplementedError for pipeline stages."""
+    if len(engine.comm.across) > len(engine.comm.slices):
+        raise NotImplementedError(
+            f"{op}: got digests for pipeline stages; expected a model without stages"
+        )
+
+
+_of_process: list["RunDigests"] = []  # at most one: of the first optimizer
+
+
+def record_first_steps(optimizer: Any) -> None:
+    """Record every step of the process's first optimizer as the environment says, and end the
+    process after the last. Called by `shard`. Collective.
+    """
+    if _of_process:  # another model of the program
+        return
+    folder, text = Path(os.environ[DIRECTORY_VARIABLE]), os.environ.get(STEPS_VARIABLE)
+    engine: Engine = optimizer._engine
+    everyone = engine.everyone
+    with together(everyone, "shard", f"{DIRECTORY_VARIABLE} is set, and nothing is recorded"):
+        if text is not None and not (text.isdecimal() and int(text) > 0):
+            raise ValueError(f"shard: {STEPS_VARIABLE} is {text!r}; expected at least 1")
+        check_parts("shard", engine)
+        write: Callable[[dict[str, Any]], None] = drop
+        if everyone.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+            write = writer_to(folder, 0)
+        digests = RunDigests(engine, 1, 0, write)
+    _of_process.append(digests)
+
+    def after_step(*arguments: Any) -> None:
+        digests.after_step()
+        digests.end_step()
+        if text is None or digests._steps < int(text):
+            return
+        with together(everyone, "step", "the last row of digests is lost"):
+            digests._pending.write()
+        _end_process()
+
+    optimizer.register_step_post_hook(after_step)
+
+
+def _end_process() -> None:
+    """End it as a program that is done. SystemExit would run what the program has in `finally`,
+    such as a save; and threads of gloo may abort the end of an interpreter.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    for worker in multiprocessing.active_children():  # of a data loader
+        worker.terminate()
+    os._exit(0)
 
 
 class _Pending:

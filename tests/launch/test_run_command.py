@@ -334,6 +334,72 @@ def test_ranks_train_as_with_torchruns_variables_and_a_traceback_is_the_last_thi
     )
 
 
+TWICE = """
+    import os, sys, torch, torch.distributed as dist, shardcore
+    from torch.utils.data import DataLoader
+    dist.init_process_group()
+    torch.manual_seed(0)
+    frozen = torch.nn.Linear(8, 8).requires_grad_(False)
+    shardcore.shard(frozen, None, stage=3)
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8) for _ in range(3)))
+    model, optimizer = shardcore.shard(model, torch.optim.AdamW(model.parameters()), stage=3, units=[*model])
+    other = torch.nn.Linear(8, 8)
+    other, of_other = shardcore.shard(other, torch.optim.AdamW(other.parameters()))
+    folder = os.environ["SHARDCORE_DIGESTS"]
+    name = os.path.basename(folder)
+    metrics = shardcore.Metrics(model, name, digests=1, log=False)
+    try:
+        for step, x in enumerate(DataLoader(torch.randn(40, 8), batch_size=4, num_workers=1), 1):
+            other(x).sum().backward()
+            of_other.step()
+            of_other.zero_grad()
+            if step == 2 and name == "second" and "wrong" in sys.argv and dist.get_rank() == 1:
+                model[1].register_forward_hook(
+                    lambda module, args, y: y.register_hook(lambda grad: grad * 1.5) and None
+                )
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            metrics.step(loss=loss)
+            optimizer.zero_grad()
+            print(f"step {step}", flush=True)
+    finally:
+        print("the program ends", flush=True)
+"""
+
+
+@pytest.mark.more
+def test_twice_ends_both_runs_after_the_steps_and_names_what_differs() -> None:
+    """The program has a frozen model, a second optimizer, and digests of its own."""
+    words = ("--num_gpus", "2", "--no_local_rank", "--twice", "3")
+    status, out, err = Command(TWICE, *words).ended()
+    assert (status, out.splitlines()[-1]) == (0, "equal: 3 steps, 1 to 3"), err
+    assert sorted(out.splitlines()[:-1]) == ["step 1"] * 4 + ["step 2"] * 4, "each ends in its step"
+    assert "shardcore run: second of two runs, of 3 steps each" in err
+    status, out, err = Command(TWICE, *words, arguments=("wrong",)).ended()
+    assert status == 1, err
+    said = out.splitlines()[-1]
+    assert said.startswith(
+        "step 2: the local gradients of 1 differ on ranks [1]; all outputs agree"
+    )
+
+
+def test_twice_says_why_it_compares_nothing(capfd: Any) -> None:
+    Path("train.py").write_text("import sys; sys.exit(7)")
+    assert run_in_this_process("--twice", "3", "train.py") == 7
+    assert "second" not in capfd.readouterr().err
+    Path("train.py").write_text("")
+    with pytest.raises(SystemExit):
+        run_in_this_process("--twice", "3", "train.py")
+    assert "ended without a step of an optimizer" in capfd.readouterr().err
+    with pytest.raises(SystemExit):
+        run_in_this_process(
+            "--twice", "3", "--hostfile", "hosts", "--master_addr", "w0", "train.py"
+        )
+    assert "--twice is given for 2 machines; expected one" in capfd.readouterr().err
+    assert "SHARDCORE_DIGESTS" not in os.environ
+
+
 @pytest.mark.more
 def test_sagemakers_two_machines() -> None:
     """Each starts the same command; localhost and 127.0.0.1 stand for two hosts."""

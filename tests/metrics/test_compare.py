@@ -198,7 +198,7 @@ def test_a_resume_continues_the_file(tmp_path: Path) -> None:
 
 
 def _unfrozen(rank: int, world_size: int, path: str) -> None:
-    """The first layer is frozen, and trains from step 3 on."""
+    """The first layer is frozen, and trains from step 3 on. Two record it."""
     for stage in (1, 3):
         torch.manual_seed(0)
         model: Any = Model().eval()
@@ -207,7 +207,10 @@ def _unfrozen(rank: int, world_size: int, path: str) -> None:
         given = [param for param in model.parameters() if param.requires_grad]
         optimizer: Any = shardcore.FusedAdam(given, lr=1e-2)
         model, optimizer = shardcore.shard(model, optimizer, stage, units=[*model.layers])
-        metrics = shardcore.Metrics(model, f"{path}/{stage}", digests=1, log=False)
+        recorders = [
+            shardcore.Metrics(model, f"{path}/{name}", digests=1, log=False)
+            for name in (stage, f"{stage}, again")
+        ]
         for step in range(1, 5):
             if step == 3:
                 for module in (model.first, model.layers[0]):
@@ -218,11 +221,17 @@ def _unfrozen(rank: int, world_size: int, path: str) -> None:
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
-            metrics.step(loss=loss)
+            for metrics in recorders:
+                metrics.step(loss=loss)
 
 
 def test_frozen_and_unfrozen_layers(tmp_path: Path) -> None:
     run_ranks(2, _unfrozen, str(tmp_path))
+    for stage in "13":
+        first, again = (
+            (tmp_path / name / "digests.jsonl").read_text() for name in (stage, f"{stage}, again")
+        )
+        assert first == again
     assert str(compare(*(read_run(tmp_path / stage) for stage in "13"))) == "equal: 4 steps, 1 to 4"
     rows = [
         json.loads(row)
