@@ -21,6 +21,7 @@ from shardcore.metrics.run_digests import FILE, FORMAT
 from shardcore.metrics.writers import read_table
 
 _OP = "compare"
+_NO_LOSS = "0" * 16
 _TORCH = ("torch", "cuda")  # the generators that modules draw from
 Row = dict[str, Any]
 
@@ -46,11 +47,13 @@ class Comparison:
     """The result for two runs. steps: the steps that both have, which were compared.
 
     difference: None if all agree. Not compared at all, with the reason, if `reason` is not empty.
+    uncompared: what one run alone has.
     """
 
     steps: tuple[int, ...]
     difference: Difference | None
     reason: str = ""
+    uncompared: tuple[str, ...] = ()
 
     @property
     def equal(self) -> bool:
@@ -63,7 +66,8 @@ class Comparison:
             return self.reason
         first, last = self.steps[0], self.steps[-1]
         if self.difference is None:
-            return f"equal: {len(self.steps)} steps, {first} to {last}"
+            equal = f"equal: {len(self.steps)} steps, {first} to {last}"
+            return "; ".join([equal, *self.uncompared])
         return f"step {self.difference.step}: {self.difference.message}"
 
 
@@ -140,7 +144,16 @@ def compare(one: Run, other: Run) -> Comparison:
         if found is not None:
             return Comparison(tuple(steps), found)
         before = step
-    return Comparison(tuple(steps), None)
+    return Comparison(tuple(steps), None, uncompared=tuple(_uncompared(one, other, steps)))
+
+
+def _uncompared(one: Run, other: Run, steps: list[int]) -> Iterator[str]:
+    """Say what one run alone has."""
+    for run in (one, other):
+        if alone := sorted(run.rows.keys() - steps):
+            yield f"not compared: steps {alone[0]} to {alone[-1]} ({len(alone)}) of {run.folder}"
+    if any(_NO_LOSS in (one.rows[step]["loss"], other.rows[step]["loss"]) for step in steps):
+        yield "not compared: losses, which are not recorded"
 
 
 def _check_models(heads: tuple[Row, Row], one: Run, other: Run) -> None:
@@ -189,7 +202,8 @@ def _first(one: Row, other: Row, head: Row) -> Difference | None:
         mine, others = one.get(kind, {}), other.get(kind, {})
         return (name for name in mine if name in others and mine[name] != others[name])
 
-    if one["batch"] != other["batch"] or one.get("position") != other.get("position"):
+    positions = {one.get("position"), other.get("position")} - {None}
+    if one["batch"] != other["batch"] or len(positions) > 1:
         return found(
             "data", "", "the batches differ, the weights before it agree: other data, another seed "
             "or position of the data loader",
@@ -212,24 +226,28 @@ def _first(one: Row, other: Row, head: Row) -> Difference | None:
             "outputs of units before it agree: a nondeterministic kernel, other torch or hardware"
             + note,
         )  # fmt: skip
-    if one["loss"] != other["loss"]:
+    knows_loss = _NO_LOSS not in (one["loss"], other["loss"])
+    if knows_loss and one["loss"] != other["loss"]:
         return found(
             "loss", "", "the losses differ, the outputs of all units agree: another loss function, "
             "a nondeterministic kernel in it, or other targets",
         )  # fmt: skip
     ends = {end: [*reversed(names)] for end, names in head["root"].items()}
     units = [*reversed([unit for unit in one["order"] if unit in one["local"]])]
+    nearest = True  # to the loss
     for unit in dict.fromkeys([*ends["behind"], *units, *one["local"], *ends["ahead"]]):
         if unit not in other["local"]:  # a frozen unit, which stage 3 has alone
             continue
         pairs = enumerate(zip(one["local"][unit], other["local"][unit], strict=True))
         if ranks := tuple(rank for rank, (a, b) in pairs if a != b):
+            note = "" if knows_loss or not nearest else " (or the loss, which is not recorded)"
             return found(
                 "backward", unit, f"the local gradients of {unit} differ on ranks "
                 f"{[*ranks]}; all outputs agree, and so do the gradients of units nearer to the "
-                "loss: a nondeterministic kernel in its backward, other torch or hardware",
+                "loss: a nondeterministic kernel in its backward, other torch or hardware" + note,
                 ranks,
             )  # fmt: skip
+        nearest = False
     for kind, label, message in (
         (
             "grads",

@@ -265,6 +265,30 @@ def test_the_command(tmp_path: Path, capsys: Any) -> None:
     assert printed["difference"]["where"] == "layers.1"
 
 
+def test_what_is_not_compared_is_said(tmp_path: Path, capsys: Any) -> None:
+    faults = ("", "", "loss", "backward")
+    one, *others = (
+        Training(str(tmp_path / name), fault) for name, fault in zip("abcd", faults, strict=True)
+    )
+    run_ranks(1, _trained, [one, *others])
+    for run in others:
+        path = Path(run.folder, "digests.jsonl")
+        head, *rows = map(json.loads, path.read_text().splitlines())
+        for row in rows:
+            row["loss"] = "0" * 16  # as Metrics.step without a loss, and `shardcore run --twice`
+        path.write_text("".join(f"{json.dumps(line)}\n" for line in (head, *rows[:3])))
+    equal, *others = (compared(one, other) for other in others)
+    assert equal.equal
+    assert str(equal) == (
+        f"equal: 3 steps, 1 to 3; not compared: steps 4 to 4 (1) of {one.folder}; "
+        "not compared: losses, which are not recorded"
+    )
+    for found, where, note in zip(others, ("layers.3", "layers.1"), (True, False), strict=True):
+        assert found.difference is not None
+        assert (found.difference.kind, found.difference.where) == ("backward", where)
+        assert found.difference.message.endswith(" (or the loss, which is not recorded)") == note
+
+
 def test_files_that_do_not_fit(tmp_path: Path, capsys: Any) -> None:
     runs = [Training(str(tmp_path / name)) for name in ("one", "two")]
     run_ranks(1, _trained, runs)
