@@ -280,7 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         command(
             "compare",
             compare.run,
-            "find the first step in which two runs differ, and what differs first in it",
+            "find what differs first between two runs, or two checkpoints",
         )
     )
     usage = "shardcore bench [SUITE [OPTIONS]]"

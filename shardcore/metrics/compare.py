@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from shardcore.engine.digests import VERSION
+from shardcore.metrics.compare_checkpoints import CheckpointComparison, compare_checkpoints
 from shardcore.metrics.run_digests import FILE, FORMAT
 from shardcore.metrics.writers import read_table
 
@@ -297,13 +298,24 @@ def _steps(run: Run) -> str:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the command's arguments."""
-    parser.add_argument("one", metavar="A", help="directory passed to shardcore.Metrics(digests=)")
-    parser.add_argument("other", metavar="B", help="that of the other run")
+    parser.add_argument(
+        "one",
+        metavar="A",
+        help="directory passed to shardcore.Metrics(digests=), or to save, or one checkpoint",
+    )
+    parser.add_argument("other", metavar="B", help="that of the other run, or checkpoint")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
 
 
 def run(parsed: argparse.Namespace) -> int:
-    """Compare and print. Returns 0 if the runs are equal, else 1. Raises OSError, ValueError."""
-    result = compare(read_run(Path(parsed.one)), read_run(Path(parsed.other)))
+    """Compare and print. Returns 0 if both are equal, else 1. Raises OSError, ValueError."""
+    result = _compared(Path(parsed.one), Path(parsed.other))
     print(json.dumps({"equal": result.equal, **asdict(result)}) if parsed.json else result)
     return 0 if result.equal else 1
+
+
+def _compared(one: Path, other: Path) -> Comparison | CheckpointComparison:
+    """Compare the runs, or else the checkpoints, that two directories have."""
+    if any((folder / FILE).is_file() for folder in (one, other)):
+        return compare(read_run(one), read_run(other))
+    return compare_checkpoints(one, other)
