@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from shardcore.distributed.clock import PARTS
+from shardcore.metrics import run_digests
+from shardcore.metrics.compare import compare, read_run
 from shardcore.metrics.writers import FACTS, FILE, KINDS, TIERS, read_table
 
 POINTS = 400  # of a line: of more rows the mean of so many ranges is drawn
@@ -126,6 +128,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", metavar="FILE", help="HTML page to write (default: DIR/report.html)"
     )
+    parser.add_argument(
+        "--against",
+        metavar="OTHER",
+        help="directory of another run; marks the first step whose digests differ",
+    )
 
 
 def run(parsed: argparse.Namespace) -> int:
@@ -134,15 +141,18 @@ def run(parsed: argparse.Namespace) -> int:
     """
     folder = Path(parsed.directory)
     path = Path(parsed.output) if parsed.output else folder / "report.html"
-    path.write_text(page(folder), encoding="utf-8")
+    other = Path(parsed.against) if parsed.against else None
+    path.write_text(page(folder, other), encoding="utf-8")
     print(f"wrote {path}")
     if _matplotlib() is None:
         print(_WITHOUT_PLOTS)
     return 0
 
 
-def page(folder: Path) -> str:
-    """Return the page of a directory's metrics. Raises OSError, ValueError."""
+def page(folder: Path, other: Path | None = None) -> str:
+    """Return the page of a directory's metrics. other: of a run to compare digests with. Raises
+    OSError, ValueError.
+    """
     columns = _columns(read_table(folder, "report"))
     if not columns["step"]:
         raise ValueError(
@@ -150,12 +160,13 @@ def page(folder: Path) -> str:
             "(see `every`)"
         )
     facts = json.loads((folder / FACTS).read_text()) if (folder / FACTS).is_file() else {}
-    drawn = list(filter(None, (draw(plot, columns) for plot in PLOTS)))
+    digests, differs = _digests(folder, other)
+    drawn = list(filter(None, (draw(plot, columns, differs) for plot in PLOTS)))
     heading = html.escape(str(facts.get("model", folder.resolve().name)))
     return _PAGE.format(
         title=f"{heading}: metrics",
         heading=heading,
-        facts=" · ".join(html.escape(text) for text in _described_run(facts)),
+        facts=" · ".join(html.escape(text) for text in [*_described_run(facts), *digests]),
         cards="".join(
             f"<div class=card><b>{value}</b><span>{name}</span></div>"
             for name, value in _cards(columns)
@@ -178,6 +189,27 @@ def _described_run(facts: Mapping[str, Any]) -> list[str]:
         for name, value in facts.items()
         if name != "model"
     ]
+
+
+def _digests(folder: Path, other: Path | None) -> tuple[list[str], int | None]:
+    """Return a description of a run's digests, and the first step that differs from the other's."""
+    if other is None and not (folder / run_digests.FILE).is_file():
+        return [], None
+    try:
+        run = read_run(folder)
+    except ValueError as error:  # the last row of a run that is training may be half written
+        if other is not None:
+            raise
+        return [str(error)], None
+    described = []
+    if steps := [*run.rows]:
+        every = run.heads[steps[-1]]["every"]
+        described.append(f"digests of steps {steps[0]} to {steps[-1]}, every {every}")
+    if other is None:
+        return described, None
+    result = compare(run, read_run(other))
+    step = None if result.difference is None else result.difference.step
+    return [*described, f"against {other}: {result}"], step
 
 
 def _columns(rows: Sequence[Mapping[str, str]]) -> dict[str, Column]:
@@ -216,8 +248,8 @@ def _cards(columns: Mapping[str, Column]) -> list[tuple[str, str]]:
 # --- one plot -------------------------------------------------------------------------------------
 
 
-def draw(plot: Plot, columns: Mapping[str, Column]) -> str:
-    """Return a plot as a figure of HTML; "" without data."""
+def draw(plot: Plot, columns: Mapping[str, Column], mark: int | None = None) -> str:
+    """Return a plot as a figure of HTML, with a line at the step `mark`; "" without data."""
     matplotlib = _matplotlib()
     points = ROWS if matplotlib is None else POINTS
     chosen = {
@@ -261,6 +293,8 @@ def draw(plot: Plot, columns: Mapping[str, Column]) -> str:
             if finite[index + 1] and not finite[index] and not finite[index + 2]
         ]
         axes.plot(steps, lines[0], color=colours[0], marker="o", markevery=alone)
+    if mark is not None:
+        axes.axvline(mark, color=_COLOURS[3], linestyle="--", linewidth=1.0)
     if plot.stacked or plot.from_zero:
         axes.set_ylim(bottom=0.0)
     axes.margins(x=0.0 if len(steps) > 1 else 1.0)

@@ -67,14 +67,16 @@ def test_what_is_not_known_has_no_plot(tmp_path: Path) -> None:
     assert re.findall("<b>(.*?)</b>", text) == ["0.3333", "1 ms", "0"]
 
 
-def drawn(monkeypatch: pytest.MonkeyPatch, folder: Path, title: str) -> Any:
+def drawn(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, title: str, other: Path | None = None
+) -> Any:
     """Return the axes on which a plot of the page was drawn."""
     figures = []
     kind = pytest.importorskip("matplotlib.figure").Figure
     monkeypatch.setattr(
         "matplotlib.figure.Figure", lambda **options: figures.append(kind(**options)) or figures[-1]
     )
-    text = report.page(folder)
+    text = report.page(folder, other)
     monkeypatch.undo()
     return figures[titles(text).index(title)].axes[0]
 
@@ -159,6 +161,36 @@ def test_a_real_training_has_a_page(tmp_path: Path) -> None:
     assert shown <= set(titles(text))
     assert "offload optimizer: cpu" in text
     assert "<h1>Net</h1>" in text
+
+
+def test_the_step_in_which_runs_part_is_marked(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one, other = tmp_path / "one", tmp_path / "other"
+    for folder in (one, other):
+        model: Any = make_net()
+        optimizer: Any = shardcore.FusedAdam(model.parameters(), lr=1e-2)
+        model, optimizer = shardcore.shard(model, optimizer, 2)
+        metrics = shardcore.Metrics(model, folder, digests=1, log=False)
+        for step in range(1, 5):
+            loss = loss_of(model, batch_of(9 if (folder, step) == (other, 3) else step, 0, 0))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            metrics.step(loss=loss)
+    path = one / "digests.jsonl"
+    digests = path.read_text()
+    path.write_text(digests[:-9])
+    assert f"line 5 of {path} is cut short" in report.page(one), "a row that is being written"
+    path.write_text(digests)
+    assert "</p>" in report.page(one).partition(" · digests of steps 1 to 4, every 1")[2]
+    assert cli.main(["report", str(one), "--against", str(other)]) == 0
+    text = (one / "report.html").read_text()
+    assert f" · against {other}: step 3: the batches differ, the weights before it agree" in text
+    line, mark = drawn(monkeypatch, one, "Loss", other).lines
+    assert len(line.get_xdata()) == 4
+    assert list(mark.get_xdata()) == [3, 3]
+    assert len(drawn(monkeypatch, one, "Loss", one).lines) == 1
 
 
 def test_without_matplotlib_the_page_has_tables(
