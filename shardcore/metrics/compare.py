@@ -139,9 +139,7 @@ def compare(one: Run, other: Run) -> Comparison:
                 (), None, f"bits are not compared: {reason}, so gradients are added in another "
                 f"order. The batches of step {step} are {batch}the same. {_norms(one, other)}",
             )  # fmt: skip
-        found = _load(one, other, step, before) or _first(
-            one.rows[step], other.rows[step], heads[0]
-        )
+        found = _load(one, other, step, before) or _first(one.rows[step], other.rows[step], heads)
         if found is not None:
             return Comparison(tuple(steps), found)
         before = step
@@ -192,7 +190,7 @@ def _load(one: Run, other: Run, step: int, before: int | None) -> Difference | N
     return Difference(step, "weights", name, (), message)
 
 
-def _first(one: Row, other: Row, head: Row) -> Difference | None:
+def _first(one: Row, other: Row, heads: tuple[Row, Row]) -> Difference | None:
     """Return what differs first in a step, in the order of computing; the weights before agree."""
     step = one["step"]
 
@@ -233,14 +231,13 @@ def _first(one: Row, other: Row, head: Row) -> Difference | None:
             "loss", "", "the losses differ, the outputs of all units agree: another loss function, "
             "a nondeterministic kernel in it, or other targets",
         )  # fmt: skip
-    ends = {end: [*reversed(names)] for end, names in head["root"].items()}
+    ends = {end: [*reversed(names)] for end, names in heads[0]["root"].items()}
     units = [*reversed([unit for unit in one["order"] if unit in one["local"]])]
     nearest = True  # to the loss
     for unit in dict.fromkeys([*ends["behind"], *units, *one["local"], *ends["ahead"]]):
         if unit not in other["local"]:  # a frozen unit, which stage 3 has alone
             continue
-        pairs = enumerate(zip(one["local"][unit], other["local"][unit], strict=True))
-        if ranks := tuple(rank for rank, (a, b) in pairs if a != b):
+        if ranks := _ranks(one["local"][unit], other["local"][unit]):
             note = "" if knows_loss or not nearest else " (or the loss, which is not recorded)"
             return found(
                 "backward", unit, f"the local gradients of {unit} differ on ranks "
@@ -253,21 +250,30 @@ def _first(one: Row, other: Row, head: Row) -> Difference | None:
         (
             "grads",
             "reduction",
-            "the reduced gradients differ, first in {}; the local gradients of all ranks agree: "
+            "the reduced gradients differ{}, first in {}; the local gradients of all ranks agree: "
             "the network, or a device that adds wrong",
         ),
         (
             "weights",
             "update",
-            "the weights after it differ, first in {}; the gradients agree: other options of the "
+            "the weights after it differ{}, first in {}; the gradients agree: other options of the "
             "optimizer or states, or a device that computes wrong",
         ),
     ):
         if (name := next(differ(kind), None)) is not None:
-            return found(label, name, message.format(name))
+            ranks = _ranks(one["own"][kind], other["own"][kind])
+            if heads[0]["placement"] != heads[1]["placement"]:  # each rank has other parameters
+                ranks = ()
+            on = f" on ranks {[*ranks]}" if ranks else ""
+            return found(label, name, message.format(on, name), ranks)
     if one["buffers"] != other["buffers"]:
         return found("buffers", "", "the buffers after it differ; all else agrees")
     return None
+
+
+def _ranks(one: list[str], other: list[str]) -> tuple[int, ...]:
+    """Return the ranks whose digests differ."""
+    return tuple(rank for rank, (a, b) in enumerate(zip(one, other, strict=True)) if a != b)
 
 
 def _norms(one: Run, other: Run) -> str:

@@ -38,6 +38,7 @@ from shardcore.engine.digests import (
     add_param,
     dtype_text,
     key_of,
+    own_pieces,
     stored_weight,
     unsigned,
 )
@@ -52,6 +53,7 @@ FORMAT = "shardcore digests"
 GENERATORS = ("python", "numpy", "torch", "cuda")
 # Set by `shardcore run --twice`: the directory of the file, and how many steps the program makes.
 DIRECTORY_VARIABLE, STEPS_VARIABLE = "SHARDCORE_DIGESTS", "SHARDCORE_DIGESTS_STEPS"
+OWN = ("grads", "weights")  # also by rank: what of all parameters each has
 SUMMED = ("batch", "loss", "buffers")  # over ranks, before those of units and parameters
 _MOST_SAMPLES = 4096  # a tensor of more rows counts as a whole
 
@@ -123,8 +125,19 @@ class RunDigests:
             },
             "units": self._units,
             "root": {"behind": self._behind, "ahead": self._ahead},
+            "placement": self._placement(),
             "params": {name: [*param.shape] for param, name in self._names.items()},
         }
+
+    def _placement(self) -> str:
+        """Return a hash of what this rank has, which differs where parameters are cut elsewhere."""
+        pieces = [
+            (self._names[managed.param], piece.param_start, piece.numel)
+            for bucket in self._engine.buckets
+            for managed in bucket.params
+            for piece in own_pieces(bucket, managed)
+        ]
+        return hashlib.sha256(repr(pieces).encode()).hexdigest()[:16]
 
     @property
     def _on(self) -> bool:
@@ -275,11 +288,16 @@ class RunDigests:
         for slices in comm.slices:
             slices.add_up(totals, "digests")
             slices.add_up(local, "digests")
+        names = self._digests.names
+        firsts = [names.index(f"{kind}/{self._trained[0]}") for kind in OWN]
+        own = [totals[first : first + len(self._trained)].sum() for first in firsts]
+        local = torch.cat([local, torch.stack(own)])
         comm.add_up(totals, "digests")
         of_ranks = comm.gather_rows(local, Traffic.METRICS, "digests")
         if engine.everyone.rank == 0:
             head = {"step": self._steps, **values, "order": self._order}
-            self._pending.keep(head, self._digests.names, self._locals, totals, of_ranks)
+            by_rank = [f"local/{name}" for name in self._locals] + [f"own/{kind}" for kind in OWN]
+            self._pending.keep(head, names, by_rank, totals, of_ranks)
         self._new_step()
 
 
@@ -348,7 +366,7 @@ class _Pending:
         self,
         head: dict[str, Any],
         names: list[str],
-        local: list[str],
+        by_rank: list[str],
         totals: torch.Tensor,
         of_ranks: torch.Tensor,
     ) -> None:
@@ -360,26 +378,26 @@ class _Pending:
             on_host.copy_(both, non_blocking=True)
             event = torch.cuda.Event()  # type: ignore[no-untyped-call]
             event.record()
-        self._row = head, names, local, on_host, event
+        self._row = head, names, by_rank, on_host, event
 
     def write(self) -> None:
         """Write the row that is there, if any."""
         if self._row is None:
             return
-        head, names, local, on_host, event = self._row
+        head, names, by_rank, on_host, event = self._row
         self._row = None
         if event is not None:
             event.synchronize()
         values = [f"{unsigned(value):016x}" for value in on_host.tolist()]
+        of_ranks = values[len(names) :]
+        lists = [of_ranks[at :: len(by_rank)] for at in range(len(by_rank))]
         row: dict[str, Any] = {**head}
-        for name, value in zip(names, values, strict=False):
+        for name, value in zip([*names, *by_rank], [*values[: len(names)], *lists], strict=True):
             kind, slash, of = name.partition("/")
             if slash:
                 row.setdefault(kind, {})[of] = value
             else:
                 row[kind] = value
-        of_ranks = values[len(names) :]
-        row["local"] = {name: of_ranks[at :: len(local)] for at, name in enumerate(local)}
         self.write_row(row)
 
 

@@ -11,6 +11,7 @@ from torch import nn
 
 import shardcore
 from shardcore.cli import main
+from shardcore.engine.engine import engine_behind
 from shardcore.metrics.compare import Comparison, compare, read_run
 from tests.support.models import made
 from tests.support.ranks import run_ranks
@@ -82,6 +83,9 @@ def _train(rank: int, world_size: int, run: Training) -> None:
         x = torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
         loss = (model(x) ** 2).mean() * (1.0001 if fault == "loss" else 1)
         optimizer.scale_loss(loss).backward()
+        if fault == "reduction":
+            bucket = engine_behind("test", model).bucket_of[model.layers[1].linear.weight]
+            bucket.own_grads()[0][0] += 1e-3
         if fault == "update":
             optimizer.param_groups[0]["lr"] *= 1.01
         optimizer.step()
@@ -106,25 +110,34 @@ FAULTS = {
     "forward": ("forward", "layers.1", WHEN),
     "backward": ("backward", "layers.1", WHEN),
     "loss": ("loss", "", WHEN),
+    "reduction": ("reduction", "layers.1.linear.weight", WHEN),
     "update": ("update", "first.weight", WHEN),
-    "buffers": ("data", "", 0),
+    "buffers": ("buffers", "", WHEN + 1),  # they change after the optimizer's step
 }
 
 
 @pytest.mark.parametrize("rank", [None, 1])
 def test_the_first_difference_is_named(rank: int | None, tmp_path: Path) -> None:
     plain = Training(str(tmp_path / "plain"))
-    names = [name for name in FAULTS if rank is None or name in ("forward", "backward", "data")]
-    names.remove("buffers") if "buffers" in names else None
+    of_one_rank = ("data", "forward", "backward", "reduction")
+    names = FAULTS if rank is None else of_one_rank
     runs = [Training(str(tmp_path / name), name, rank) for name in names]
     run_ranks(2, _trained, [plain, *runs])
     for run in runs:
         found = compared(plain, run).difference
         assert found is not None
-        assert (found.kind, found.where, found.step) == FAULTS[run.fault], found.message
-        if run.fault == "backward":
+        expected = FAULTS[run.fault]
+        if run.fault == "reduction" and rank == 1:  # the first of its half of the unit
+            expected = ("reduction", "layers.1.linear.bias", WHEN)
+        assert (found.kind, found.where, found.step) == expected, found.message
+        if run.fault in ("backward", "reduction", "update"):
             assert found.ranks == ((0, 1) if rank is None else (1,))
         assert compared(run, plain).difference is not None
+        path = Path(run.folder, "digests.jsonl")
+        path.write_text(path.read_text().replace('"placement": "', '"placement": "other ', 1))
+        found = compared(plain, run).difference
+        assert found is not None
+        assert found.kind == "backward" or not found.ranks, "ranks have other parameters"
 
 
 def test_placement_does_not_show(tmp_path: Path) -> None:
