@@ -362,7 +362,7 @@ TWICE = """
             optimizer.step()
             metrics.step(loss=loss)
             optimizer.zero_grad()
-            print(f"step {step}", flush=True)
+            print(f"step {step}\\n", end="", flush=True)  # in one write
     finally:
         print("the program ends", flush=True)
 """
