@@ -125,6 +125,7 @@ class Engine:
         for param in [*self.managed, *(param for _, param in self.unmanaged)]:
             param.__dict__["_shardcore_engine"] = EngineRef(self)
         self.changes: Any = None  # what a stream of weights reads, if any (engine/changes.py)
+        self.loads = 0  # of checkpoints, so far
         self.mistakes = Mistakes(plan.policy.accumulate, self.comm.rank)
         self.mistakes.warn_of_frozen(plan.optimizer)
         self.membership: Membership  # hooks.attach makes it

@@ -139,6 +139,7 @@ def use_loaded(engine: Engine) -> None:
         managed.rewritten = True
     engine.updater.forget_changes()
     engine.updater.checks_masters = True
+    engine.loads += 1
     wait_all(gathers)
 
 

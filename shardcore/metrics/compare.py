@@ -183,7 +183,7 @@ def _load(one: Run, other: Run, step: int, before: int | None) -> Difference | N
         return None
     message = f"the weights before it differ, first in {name}: "
     begins = any(before is None or run.heads[step] is not run.heads[before] for run in (one, other))
-    if begins:
+    if begins or before == step - 1:  # the weights after the step before agree
         message += "another start, another checkpoint, or a load that failed"
         return Difference(step, "load", name, (), message)
     message += f"the runs part after step {before}. Record the steps from there on, with digests=1"

@@ -3,7 +3,7 @@
 `shardcore compare` (metrics/compare.py) reads them to find where two runs part. A row has, in the
 order of computing: the weights, the batch, the random states, the outputs of units, the loss, each
 rank's local gradient before it is sent, the reduced gradients, the weights after the step. It has
-the weights before the step only if the row before does not have them.
+the weights before the step only if the row before does not have them, or a checkpoint was loaded.
 
 Digests are computed where values are stored. Nothing waits for them: sums stay on the device until
 the next step, and a row is written then, or at exit. Steps without a row cost a comparison in each
@@ -74,6 +74,7 @@ class RunDigests:
         self._counts = all(comm.rank == 0 for comm in engine.comm.slices)
         self._order: list[str] = []  # of the units in this step's forward
         self._knows_weights = False  # the last row has those of now
+        self._loads = engine.loads
         self._new_step()
         self._hooked: set[str] = set()  # units
         self._look()
@@ -175,6 +176,9 @@ class RunDigests:
         """Begin the row: every rank has the same names, in the same order."""
         if self._buckets is not self._engine.buckets:
             self._look()
+        if self._loads != self._engine.loads:  # frozen weights are loaded, too
+            self._loads = self._engine.loads
+            self._knows_weights = self._knows_frozen = False
         self._begun = True
         for name in SUMMED:
             self._digests.name(name)

@@ -256,6 +256,38 @@ def test_frozen_and_unfrozen_layers(tmp_path: Path) -> None:
     assert set(rows[3]["local"]["layers.0"]) != {"0" * 16}
 
 
+def _rolled_back(rank: int, world_size: int, path: str) -> None:
+    """After step 2 the program loads a checkpoint, the second time that of step 1."""
+    for tag in ("2", "1"):
+        torch.manual_seed(0)
+        model: Any = Model().eval()
+        model.last.requires_grad_(False)
+        trained = [param for param in model.parameters() if param.requires_grad]
+        optimizer: Any = shardcore.FusedAdam(trained, lr=1e-2)
+        model, optimizer = shardcore.shard(model, optimizer, 3, units=[*model.layers])
+        metrics = shardcore.Metrics(model, f"{path}/{tag}", digests=1, log=False)
+        for step in range(1, 5):
+            if step == 3:
+                shardcore.load(f"{path}/saved {tag}", model, optimizer, tag=tag)
+            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
+            loss = (model(x) ** 2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            metrics.step(loss=loss)
+            shardcore.save(f"{path}/saved {tag}", model, optimizer, tag=str(step))
+
+
+def test_a_load_between_two_steps_is_named(tmp_path: Path) -> None:
+    run_ranks(2, _rolled_back, str(tmp_path))
+    found = compare(*(read_run(tmp_path / tag) for tag in "21")).difference
+    assert found is not None
+    assert (found.step, found.kind) == (3, "load")
+    rows = [json.loads(row) for row in (tmp_path / "1" / "digests.jsonl").read_text().splitlines()]
+    assert ["before" in row for row in rows[1:]] == [True, False, True, False]
+    assert "last.weight" in rows[3]["before"], "frozen weights are loaded, too"
+
+
 def test_other_sums_are_not_compared_as_bits(tmp_path: Path) -> None:
     one, other = Training(str(tmp_path / "one")), Training(str(tmp_path / "two"))
     run_ranks(1, _trained, [one])
