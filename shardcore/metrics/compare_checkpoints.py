@@ -40,7 +40,10 @@ class CheckpointComparison:
     tensors: int
     states: int
     difference: CheckpointDifference | None
-    uncompared: str = "not compared: options of the optimizer, random states, client_state"
+    uncompared: str = (
+        "not compared: options of the optimizer, schedulers, loss scale, random states, "
+        "client_state"
+    )
 
     @property
     def equal(self) -> bool:

@@ -50,8 +50,8 @@ def test_worlds_stages_and_masters_do_not_show(tmp_path: Path, capsys: Any) -> N
     run_ranks(2, _saved, str(other), 3, "", "fp32")
     assert main(["compare", str(one), str(other)]) == 0
     assert capsys.readouterr().out == (
-        "equal: 9 tensors and 12 optimizer states; not compared: options of the optimizer, random "
-        "states, client_state\n"
+        "equal: 9 tensors and 12 optimizer states; not compared: options of the optimizer, "
+        "schedulers, loss scale, random states, client_state\n"
     )
     assert compare_checkpoints(next(one.glob("global*")), other).equal, "of one checkpoint"
 
