@@ -207,11 +207,18 @@ def _first(one: Row, other: Row, heads: tuple[Row, Row]) -> Difference | None:
             "data", "", "the batches differ, the weights before it agree: other data, another seed "
             "or position of the data loader",
         )  # fmt: skip
-    forwards = set(differ("forward"))
-    for unit in [*one["order"], *forwards]:
-        if unit not in forwards:
-            continue
+    if forwards := [*differ("forward")]:
+        unit, of_other = (
+            next((unit for unit in row["order"] if unit in forwards), forwards[0])
+            for row in (one, other)
+        )
+        if of_other not in one["order"]:  # one run leaves it out, and so goes on to a later unit
+            unit = of_other
         where = f"the forward output of {unit or 'the root, outside of the units,'} differs"
+        cause = "a nondeterministic kernel, other torch or hardware"
+        if (unit in one["order"]) != (unit in other["order"]):
+            where = f"the forward output of {unit}, which one run does not call, differs"
+            cause = "a random choice of the model, or other options"
         drawn = [*differ("random")]
         if on_device := [name for name in drawn if name in _TORCH]:
             return found(
@@ -222,8 +229,7 @@ def _first(one: Row, other: Row, heads: tuple[Row, Row]) -> Difference | None:
         note = f" (or {drawn[0]}'s random state, which differs)" if drawn else ""
         return found(
             "forward", unit, f"{where}; the weights, the batches, torch's random states and the "
-            "outputs of units before it agree: a nondeterministic kernel, other torch or hardware"
-            + note,
+            f"outputs of units before it agree: {cause}{note}",
         )  # fmt: skip
     knows_loss = _NO_LOSS not in (one["loss"], other["loss"])
     if knows_loss and one["loss"] != other["loss"]:

@@ -58,7 +58,10 @@ class Model(nn.Module):
         self.register_buffer("seen", torch.zeros(1))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.layers(self.first(x)))
+        x = self.first(x)
+        for layer in self.layers:
+            x = x if layer.fault == "left out" else layer(x)
+        return self.last(x)
 
 
 def _train(rank: int, world_size: int, run: Training) -> None:
@@ -108,6 +111,7 @@ FAULTS = {
     "data": ("data", "", WHEN),
     "random": ("random", "layers.0", WHEN),
     "forward": ("forward", "layers.1", WHEN),
+    "left out": ("forward", "layers.1", WHEN),
     "backward": ("backward", "layers.1", WHEN),
     "loss": ("loss", "", WHEN),
     "reduction": ("reduction", "layers.1.linear.weight", WHEN),
@@ -132,7 +136,12 @@ def test_the_first_difference_is_named(rank: int | None, tmp_path: Path) -> None
         assert (found.kind, found.where, found.step) == expected, found.message
         if run.fault in ("backward", "reduction", "update"):
             assert found.ranks == ((0, 1) if rank is None else (1,))
-        assert compared(run, plain).difference is not None
+        turned = compared(run, plain).difference
+        assert turned is not None
+        assert turned.where == found.where
+        assert ("layers.1, which one run does not call, differs" in turned.message) == (
+            run.fault == "left out"
+        )
         path = Path(run.folder, "digests.jsonl")
         path.write_text(path.read_text().replace('"placement": "', '"placement": "other ', 1))
         found = compared(plain, run).difference
