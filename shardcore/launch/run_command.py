@@ -255,14 +255,17 @@ def _run_twice(plans: list[NodePlan], options: argparse.Namespace) -> int:
             )
             if status := _run(plans, options):
                 return status
-            if (path / FILE).is_file():
-                runs.append(read_run(path))
-            if not runs or not runs[-1].rows:
+            if not (path / FILE).is_file() or not (digests := read_run(path)).rows:
                 raise ValueError(
-                    "run: --twice: the program ended without a step of an optimizer that "
+                    f"run: --twice: the {name} run ended without a step of an optimizer that "
                     "shardcore.shard returned; expected at least one step"
                 )
+            runs.append(digests)
         result = compare(*runs)
+    first, second = (len(run.rows) for run in runs)
+    if result.equal and first != second:
+        print(f"the first run makes {first} steps, and the second {second}; steps of both agree")
+        return 1
     print(result)
     return 0 if result.equal else 1
 

@@ -385,6 +385,32 @@ def test_twice_ends_both_runs_after_the_steps_and_names_what_differs() -> None:
     )
 
 
+SHORT = """
+    import os, sys, torch, torch.distributed as dist, shardcore
+    dist.init_process_group()
+    torch.manual_seed(0)
+    model = torch.nn.Linear(8, 8)
+    model, optimizer = shardcore.shard(model, torch.optim.AdamW(model.parameters()))
+    second = os.path.basename(os.environ["SHARDCORE_DIGESTS"]) == "second"
+    for step in range(int(sys.argv[1]) if second else 3):
+        model(torch.randn(4, 8)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+"""
+
+
+@pytest.mark.more
+def test_twice_counts_the_steps_of_both_runs() -> None:
+    """The program finds its own files in the second run, and has less or nothing to do."""
+    words = ("--num_gpus", "1", "--no_local_rank", "--twice", "3")
+    status, out, err = Command(SHORT, *words, arguments=("2",)).ended()
+    said = "the first run makes 3 steps, and the second 2; steps of both agree\n"
+    assert (status, out) == (1, said), err
+    status, out, err = Command(SHORT, *words, arguments=("0",)).ended()
+    assert (status, out) == (2, ""), err
+    assert "the second run ended without a step of an optimizer" in err
+
+
 def test_twice_says_why_it_compares_nothing(capfd: Any) -> None:
     Path("train.py").write_text("import sys; sys.exit(7)")
     assert run_in_this_process("--twice", "3", "train.py") == 7
