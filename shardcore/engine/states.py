@@ -150,16 +150,6 @@ class HostStore(StateStore, Protocol):
     def copies(self) -> _C.HostTier: ...
 
 
-def run_steps(
-    store: StateStore,
-    audit: Audited | None,
-    parts: Sequence[Sequence[Span]],
-    hypers: Scalars,
-) -> Iterator[_C.CopyEvent | None]:
-    """Run StateStore.steps, audited where steps are."""
-    return store.steps(parts, hypers) if audit is None else audit.steps(store, parts, hypers)
-
-
 class OverlappedStep(Protocol):
     """What the engine needs of whatever updates weights after `step` has returned
     (offload/overlap_step.py, which has the contracts).

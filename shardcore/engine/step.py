@@ -38,7 +38,6 @@ from shardcore.engine.states import (
     StateStore,
     StepError,
     part_of,
-    run_steps,
     set_weights,
 )
 from shardcore.optim.base import Kind
@@ -123,6 +122,16 @@ class Outcomes:
         """Count skipped steps in the optimizer; returns how many there are, None if it is gone."""
         optimizer: Any = self._optimizer()
         return None if optimizer is None else int(optimizer._count_skip(new))
+
+
+def run_steps(
+    store: StateStore,
+    audit: Audited | None,
+    parts: Sequence[Sequence[Span]],
+    hypers: Scalars,
+) -> Iterator[_C.CopyEvent | None]:
+    """Run StateStore.steps, audited where steps are."""
+    return store.steps(parts, hypers) if audit is None else audit.steps(store, parts, hypers)
 
 
 def gather_new_weights(comm: Comm, buckets: Sequence[Bucket]) -> list[Started]:

@@ -52,8 +52,8 @@ from shardcore.distributed.comm import Comm, Started, wait_all
 from shardcore.distributed.machine import WorkerThreads
 from shardcore.engine.bucket import Bucket
 from shardcore.engine.plan import Plan
-from shardcore.engine.states import Audited, Scalars, Span, StateStore, StepError, run_steps
-from shardcore.engine.step import gather_new_weights
+from shardcore.engine.states import Audited, Scalars, Span, StateStore, StepError
+from shardcore.engine.step import gather_new_weights, run_steps
 from shardcore.engine.units import Unit
 from shardcore.engine.unshard import in_backward
 from shardcore.offload.workers import make_worker, on_worker

@@ -317,7 +317,7 @@ def test_the_section_of_shardcore_reaches_shard_and_the_optimizer() -> None:
         ),
         (
             {"state_dtype": "8bit"},
-            r"sync_each, offload, optimizer \(shardcore\.optimizer\.state_dtype\?\)",
+            r"sync_each, audit, offload, optimizer \(shardcore\.optimizer\.state_dtype\?\)",
         ),
     ],
 )
