@@ -488,3 +488,4 @@ def test_audits(tmp_path, run_main):
     assert found["new weight, lasting"] == found["new exp_avg, lasting"] == 8
     assert found["a master, between two steps"] == 0
     assert 0 < result["cost"]["copied_over_update"] < 1
+    assert 0 < result["sent_bytes"]["audit"] < result["sent_bytes"]["gradients"]
