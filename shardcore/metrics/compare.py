@@ -201,11 +201,15 @@ def _first(one: Row, other: Row, heads: tuple[Row, Row]) -> Difference | None:
         mine, others = one.get(kind, {}), other.get(kind, {})
         return (name for name in mine if name in others and mine[name] != others[name])
 
+    weights, changed = "the weights before it", ""
+    if not ("before" in one and "before" in other):  # a row has them only if the last has not
+        weights = f"the weights after step {step - 1}"
+        changed = f", or a weight that changed after step {step - 1}"
     positions = {one.get("position"), other.get("position")} - {None}
     if one["batch"] != other["batch"] or len(positions) > 1:
         return found(
-            "data", "", "the batches differ, the weights before it agree: other data, another seed "
-            "or position of the data loader",
+            "data", "", f"the batches differ, {weights} agree: other data, another seed or "
+            "position of the data loader",
         )  # fmt: skip
     if forwards := [*differ("forward")]:
         unit, of_other = (
@@ -228,8 +232,8 @@ def _first(one: Row, other: Row, heads: tuple[Row, Row]) -> Difference | None:
             )  # fmt: skip
         note = f" (or {drawn[0]}'s random state, which differs)" if drawn else ""
         return found(
-            "forward", unit, f"{where}; the weights, the batches, torch's random states and the "
-            f"outputs of units before it agree: {cause}{note}",
+            "forward", unit, f"{where}; {weights}, the batches, torch's random states and the "
+            f"outputs of earlier units agree: {cause}{changed}{note}",
         )  # fmt: skip
     knows_loss = _NO_LOSS not in (one["loss"], other["loss"])
     if knows_loss and one["loss"] != other["loss"]:

@@ -188,6 +188,17 @@ def test_weights_that_differ_between_recorded_steps(tmp_path: Path) -> None:
         assert "part after step 2" in found.message
 
 
+def test_a_weight_that_changes_between_two_rows_is_a_cause(tmp_path: Path) -> None:
+    """No row has the weight: the message says so, and does not say that the weights agree."""
+    plain, edited = Training(str(tmp_path / "plain")), Training(str(tmp_path / "edited"), "load")
+    run_ranks(1, _trained, [plain, edited])
+    found = compared(plain, edited).difference
+    assert found is not None
+    assert (found.step, found.kind, found.where) == (3, "forward", "")
+    assert "; the weights after step 2, the batches" in found.message
+    assert "or a weight that changed after step 2" in found.message
+
+
 def _resumed(rank: int, world_size: int, folder: str, wrong: bool) -> None:
     for start in (0, 2):
         torch.manual_seed(0)

@@ -186,7 +186,7 @@ def test_the_step_in_which_runs_part_is_marked(
     assert "</p>" in report.page(one).partition(" · digests of steps 1 to 4, every 1")[2]
     assert cli.main(["report", str(one), "--against", str(other)]) == 0
     text = (one / "report.html").read_text()
-    assert f" · against {other}: step 3: the batches differ, the weights before it agree" in text
+    assert f" · against {other}: step 3: the batches differ, the weights after step 2 agree" in text
     line, mark = drawn(monkeypatch, one, "Loss", other).lines
     assert len(line.get_xdata()) == 4
     assert list(mark.get_xdata()) == [3, 3]
