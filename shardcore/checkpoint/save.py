@@ -201,6 +201,12 @@ def finish_saving(engine: Engine) -> None:
             engine.saving = None
             raise
         engine.saving = None
+        _note_saved(engine, str(saving.path))
+
+
+def _note_saved(engine: Engine, path: str) -> None:
+    if engine.updater.audit is not None:
+        engine.updater.audit.saved(path)
 
 
 @torch.no_grad()
@@ -259,8 +265,6 @@ def write_checkpoint(
     try:
         with together(comm, "save", AS_BEFORE):
             job.prepare(stages=not wait)
-        if engine.updater.audit is not None:
-            engine.updater.audit.saved(str(saving.path))
         mailbox = Mailbox(comm, comm.gather_json(uuid.uuid4().hex)[0])
         if not wait:
             saving.start(mailbox)
@@ -272,6 +276,7 @@ def write_checkpoint(
             mailbox.send(written)
         with together(comm, "save", AS_BEFORE):
             job.commit(mailbox.receive_all())
+        _note_saved(engine, str(saving.path))
         return saving
     finally:
         if saving.thread is None:

@@ -93,11 +93,14 @@ class Audit:
         # else there is nothing to add up, or the backend adds, in an order of its own
         self._adds = engine.comm.world_size > 1 and engine.options["reduction"] == "ordered"
         self._steps = self._audits = 0
-        self._on = self._pending = False
+        self._on = self._pending = self._begun = False
         self._copies: list[_Copy] = []
         self._copied: torch.cuda.Event | None = None
         self._sent: _Sent | None = None
         self._sum: torch.Tensor | None = None  # the digest of what this rank added up
+        # both, of the audited step: the next backward begins before they are compared
+        self._reduced: tuple[_Sent | None, torch.Tensor | None] = None, None
+        self._found = False
         self._corruption: str | None = None
         self._saved: str | None = None
 
@@ -110,13 +113,24 @@ class Audit:
     def next_step(self) -> None:
         """Begin a step, on which all ranks have agreed. Collective, as `settle`."""
         self.settle()
+        self._begin_at_once()
         self._steps += 1
         self._on = self._pending = self._steps % self._options.every == 0
         self._audits += self._on
+        self._reduced, self._sent, self._sum = (self._sent, self._sum), None, None
+
+    def _begin_at_once(self) -> None:
+        """Begin where a loaded run was, so that its sweep continues."""
+        if not self._begun:
+            self._begun = True
+            params = (m for bucket in self._engine.updater.buckets for m in bucket.params)
+            self._steps = max((managed.step for managed in params), default=0)
+            self._audits = self._steps // self._options.every
 
     def saved(self, path: str) -> None:
-        """Note a checkpoint, which `settle` came before."""
-        self._saved = path
+        """Note a complete checkpoint, which `settle` came before."""
+        if not self._found:
+            self._saved = path
 
     # --- the update -------------------------------------------------------------------------------
 
@@ -219,6 +233,7 @@ class Audit:
     def sending(self, bucket: Bucket, flat: torch.Tensor) -> None:
         """Copy a range of each rank's piece of a local gradient, if its bucket's turn comes."""
         comm = self._engine.comm
+        self._begin_at_once()
         if (self._steps + 1) % self._options.every or not self._adds:
             return
         buckets = [each for each in self._engine.buckets if each.trainable]
@@ -246,8 +261,8 @@ class Audit:
         """Add up the piece of another rank. Collective; returns both digests, for all ranks to
         compare.
         """
-        sent, own = self._sent, self._sum
-        self._sent = self._sum = None
+        sent, own = self._reduced
+        self._reduced = None, None
         if sent is None or own is None:
             return None
         comm = self._engine.comm
@@ -319,6 +334,7 @@ class Audit:
         found += [*_unequal_sums(rows), *_unequal_replicas(rows)]
         if not found:
             return
+        self._found = True
         text = "; ".join(found) + (
             f". The last checkpoint whose audits had all passed: {self._saved or 'none yet'}"
         )

@@ -115,6 +115,7 @@ class BackgroundSave(Protocol):
     """A save that goes on (checkpoint/background.py)."""
 
     raised: bool
+    path: Path
 
     def wait(self) -> Any: ...
 

@@ -142,6 +142,15 @@ def test_no_difference_is_found_where_none_is(
     assert found[0] == found[1]
 
 
+@pytest.mark.parametrize("every", [2, 3])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_audits_of_some_steps_find_no_difference(stage: int, every: int) -> None:
+    """Backwards between two audits do not count."""
+    options = {"audit": {**RAISE, "every": every}}
+    audited = run_ranks(2, _train, stage, options, "FusedAdam", {}, 13)
+    assert audited == run_ranks(2, _train, stage, {}, "FusedAdam", {}, 13)
+
+
 class Flip:
     """Changes a bit of one element on rank 1 at step 3, behind the kernel."""
 
