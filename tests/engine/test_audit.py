@@ -351,6 +351,29 @@ def _saved(rank: int, world_size: int, folder: str) -> str:
     return str(raised.value)
 
 
+def _checked(rank: int, world_size: int) -> str:
+    """Count no step of check_determinism, and name no checkpoint that it removes."""
+    own = model()
+    sharded, optimizer = shardcore.shard(
+        own, shardcore.FusedAdam(own.parameters()), audit={**RAISE, "sweep": 1}
+    )
+
+    def step(index: int) -> None:
+        sharded(batch(rank, index)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    assert shardcore.check_determinism(step, 2, sharded).equal
+    Flip("weight")(rank, sharded, optimizer)
+    return _run(rank, sharded, optimizer, 1, 5, None)[1]
+
+
+def test_a_check_of_determinism_is_no_part_of_the_run() -> None:
+    text = run_ranks(2, _checked)[0]
+    assert "the update of step 3 wrote" in text
+    assert "had all passed: none yet" in text
+
+
 def test_nothing_is_saved_after_a_difference(tmp_path: Path) -> None:
     folder = str(tmp_path / "saved")
     text = run_ranks(2, _saved, folder)[0]
