@@ -28,7 +28,14 @@ from shardcore._native import _C
 from shardcore.distributed.everyone import Everyone
 from shardcore.engine.agreement import together
 from shardcore.engine.bucket import Bucket
-from shardcore.engine.digests import Digests, key_of, stored_states, stored_weight, unsigned
+from shardcore.engine.digests import (
+    Digests,
+    key_of,
+    ranges_on_one_tier,
+    stored_states,
+    stored_weight,
+    unsigned,
+)
 from shardcore.engine.engine import Engine
 from shardcore.engine.reduce_scatter import Parts
 from shardcore.engine.states import Scalars, Span, StateStore, lists_of, update_elements
@@ -39,7 +46,7 @@ from shardcore.optim.state_format import SCALES, StateTensors
 logger = logging.getLogger("shardcore")
 
 _SUMMED = 1 << 22  # elements of local gradients that a rank copies for an audit of the reduction
-_READ = 1 << 24  # elements of replicas that are read at a time
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class SilentCorruption(RuntimeError):  # noqa: N818 - it is about hardware, not the program
@@ -141,7 +148,11 @@ class Audit:
         if not self._on:
             yield from store.steps(parts, hypers)
             return
-        begun = [[self._begin(store, span, hypers) for span in self._cut(part)] for part in parts]
+        chunk = self._chunk()
+        begun = [
+            [self._begin(store, part, hypers) for span in spans for part in _cut(span, chunk)]
+            for spans in parts
+        ]
         for copies, event in zip(begun, store.steps(parts, hypers), strict=False):
             if copies and event is not None:
                 event.wait()
@@ -156,28 +167,22 @@ class Audit:
             self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record(torch.cuda.current_stream(self._engine.device))
 
-    def _cut(self, spans: Sequence[Span]) -> Iterator[Span]:
-        """Yield what spans have of this audit's chunk, which is a range of all owned ranges, one
-        behind the other.
-
-        The chunks of a sweep come in a random order of their own.
+    def _chunk(self) -> dict[Bucket, tuple[int, int]]:
+        """Return this audit's chunk, as (start, end) in each bucket's owned range; it may end
+        before that range or begin behind it. The chunks of a sweep come in a random order.
         """
-        first: dict[Bucket, int] = {}
-        total = 0
-        for bucket in self._engine.updater.buckets:
-            first[bucket] = total
-            total += bucket.owned_numel
+        buckets = self._engine.updater.buckets
+        total = sum(bucket.owned_numel for bucket in buckets)
         numel = max(BLOCK, round_up(-(-total // self._options.sweep), BLOCK))
-        sweep, number = divmod(self._audits - 1, -(-total // numel))
-        order = torch.randperm(
-            -(-total // numel), generator=torch.Generator().manual_seed(sweep), device="cpu"
-        )
-        low = int(order[number]) * numel
-        for span in spans:
-            at = low - first[span.bucket] - span.start  # the chunk's begin, in the span
-            start, end = max(0, at), min(span.numel, at + numel)
-            if start < end:
-                yield span.part(start, end - start)
+        count = -(-total // numel)
+        sweep, number = divmod(self._audits - 1, count)
+        generator = torch.Generator().manual_seed(sweep)
+        low = int(torch.randperm(count, generator=generator, device="cpu")[number]) * numel
+        chunk: dict[Bucket, tuple[int, int]] = {}
+        for bucket in buckets:
+            chunk[bucket] = low, low + numel
+            low -= bucket.owned_numel
+        return chunk
 
     def _begin(self, store: StateStore, span: Span, hypers: Scalars) -> _Copy:
         before: StateTensors = {"weight": self._to_host(_weights_of(span))}
@@ -299,15 +304,9 @@ class Audit:
                 stored |= {key: read for key, (_, read) in states.items()}
             for key, read in stored.items():
                 number = key_of(f"{key} {bucket.params[0].name}", "", ())
-                for start in range(0, bucket.owned_numel, _READ):
-                    end = min(start + _READ, bucket.owned_numel)
-                    if start < bucket.device_numel < end:
-                        halves = [(start, bucket.device_numel), (bucket.device_numel, end)]
-                    else:
-                        halves = [(start, end)]
-                    for low, high in halves:
-                        values, rest = read(low, high - low)
-                        digests.add(name, number, values, low, rest)
+                for start, end in ranges_on_one_tier(bucket, 0, bucket.owned_numel):
+                    values, rest = read(start, end - start)
+                    digests.add(name, number, values, start, rest)
                 digests.flush()
         totals = digests.totals(torch.device("cpu")).tolist()
         return dict(zip(digests.names, map(unsigned, totals), strict=True))
@@ -357,6 +356,14 @@ class Audit:
         return f"rank {self._everyone.rank} ({_hardware(self._engine.device)})"
 
 
+def _cut(span: Span, chunk: Mapping[Bucket, tuple[int, int]]) -> Iterator[Span]:
+    """Yield the part of a span that is in the chunk, if there is one."""
+    low, high = chunk[span.bucket]
+    start, end = max(0, low - span.start), min(span.numel, high - span.start)
+    if start < end:
+        yield span.part(start, end - start)
+
+
 def _weights_of(span: Span) -> torch.Tensor:
     return span.bucket.owned_values(span.start, span.numel)
 
@@ -388,7 +395,7 @@ def _updated(copy: _Copy, device: torch.device) -> StateTensors:
 
 def _differing(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     """Return the indices of elements whose bits differ. All NaNs are equal."""
-    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[one.itemsize]
+    words = _WORDS[one.itemsize]
     differs = one.view(words) != other.view(words)
     if one.is_floating_point():
         differs &= ~(one.isnan() & other.isnan())
@@ -396,8 +403,7 @@ def _differing(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
 
 
 def _bits(value: torch.Tensor) -> str:
-    words = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[value.itemsize]
-    bits = int(value.view(words)) % (1 << 8 * value.itemsize)
+    bits = int(value.view(_WORDS[value.itemsize])) % (1 << 8 * value.itemsize)
     return f"{value.item()!r} (0x{bits:0{2 * value.itemsize}x})"
 
 

@@ -186,6 +186,16 @@ def stored_states(engine: Engine, bucket: Bucket) -> dict[str, tuple[str, ReadSt
     }
 
 
+def ranges_on_one_tier(bucket: Bucket, start: int, end: int) -> Iterator[tuple[int, int]]:
+    """Cut [start, end) of an owned range so that no part is large or on two tiers."""
+    while start < end:
+        stop = min(end, start + _MOST)
+        if start < bucket.device_numel < stop:
+            stop = bucket.device_numel
+        yield start, stop
+        start = stop
+
+
 def own_pieces(bucket: Bucket, managed: Managed) -> Iterator[Piece]:
     """Yield the pieces of a parameter of which this rank alone gives the digest, cut so that none
     is large or on two tiers. None of what another tensor-parallel rank counts.
@@ -194,14 +204,10 @@ def own_pieces(bucket: Bucket, managed: Managed) -> Iterator[Piece]:
         return
     low, high = bucket.reduces
     for piece in bucket.pieces_of(managed):
-        start, end = max(piece.start, low), min(piece.start + piece.numel, high)
-        while start < end:
-            stop = min(end, start + _MOST)
-            if start < bucket.device_numel < stop:
-                stop = bucket.device_numel
+        own = max(piece.start, low), min(piece.start + piece.numel, high)
+        for start, stop in ranges_on_one_tier(bucket, *own):
             first = piece.param_start + start - piece.start
             yield replace(piece, start=start, param_start=first, numel=stop - start)
-            start = stop
 
 
 def add_param(

@@ -236,6 +236,29 @@ def test_a_wrong_reduction_is_named(ranks_per_node: int | None) -> None:
     )
 
 
+def _each_sum(rank: int, sharded: Any, optimizer: Any) -> None:
+    """Each piece that rank 0 receives has another bit."""
+    exchange = optimizer._engine.reducer.exchange
+    parts_of = exchange._parts
+
+    def wrong(flight: Any) -> Parts:
+        parts: Parts = parts_of(flight)
+        if rank == 0:
+            parts.received.view(parts.count, -1)[1, 5] += 1.0
+        return parts
+
+    exchange._parts = wrong
+
+
+@pytest.mark.parametrize(("every", "steps"), [(1, 2), (3, 4)])
+def test_the_first_audit_of_a_reduction_counts(every: int, steps: int) -> None:
+    """It is compared at the start of the next step, after the next backward."""
+    options = {"audit": {**RAISE, "every": every}}
+    for made, is_found in ((steps - 1, False), (steps, True)):
+        text = run_ranks(2, _train, 2, dict(options), "FusedAdam", {}, made, _each_sum)[0][1]
+        assert ("that rank 0 added up differs" in text) == is_found
+
+
 def _drifts(rank: int, sharded: Any, optimizer: Any) -> None:
     """Rank 2's weights change between two steps."""
     if rank == 2:
