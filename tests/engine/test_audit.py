@@ -3,6 +3,7 @@
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -152,17 +153,21 @@ def test_audits_of_some_steps_find_no_difference(stage: int, every: int) -> None
 
 
 class Flip:
-    """Changes a bit of one element on rank 1 at step 3, behind the kernel."""
+    """Changes a bit of one element on rank 1 at step `first`, behind the kernel."""
 
-    def __init__(self, where: str, lasting: bool = False) -> None:
-        self.where, self.lasting = where, lasting
+    def __init__(
+        self, where: str, lasting: bool = False, first: int = 3, at: tuple[int, int] = (0, 300)
+    ) -> None:
+        """at: the number of the bucket, and the element of its owned range."""
+        self.where, self.lasting, self.first, self.at = where, lasting, first, at
 
     def __call__(self, rank: int, sharded: Any, optimizer: Any) -> None:
         if rank != 1:
             return
         store, calls = optimizer._engine.store, iter(range(1, 100))
         steps = store.steps
-        bucket = optimizer._engine.updater.buckets[0]
+        number_of_bucket, at = self.at
+        bucket = optimizer._engine.updater.buckets[number_of_bucket]
 
         def flip() -> None:
             flat = (
@@ -173,11 +178,11 @@ class Flip:
                 else store.states_of(bucket, 0, bucket.owned_numel)[self.where]
             )
             words = {1: torch.uint8, 2: torch.int16, 4: torch.int32}[flat.itemsize]
-            flat[300:301].view(words).bitwise_xor_(64)
+            flat[at : at + 1].view(words).bitwise_xor_(64)
 
         def wrong(parts: Any, hypers: Any) -> Iterator[Any]:
             number = next(calls)
-            is_now = number == 3 or (self.lasting and number > 3)
+            is_now = number == self.first or (self.lasting and number > self.first)
             if is_now and self.where == "grad":
                 flip()
             events = list(steps(parts, hypers))
@@ -209,6 +214,23 @@ def test_a_sweep_finds_what_lasts(where: str) -> None:
     options = {"audit": RAISE}
     of_ranks = run_ranks(2, _train, 2, options, "FusedAdam", {}, 9, Flip(where, lasting=True))
     assert "the update of step" in of_ranks[0][1]
+
+
+def test_a_sweep_covers_every_element() -> None:
+    """A flip that lasts, at any place, is found by the four audits of the first sweep."""
+    _, optimizer = shardcore.shard(own := model(), shardcore.FusedAdam(own.parameters()))
+    places = [
+        (number, piece.start + at)
+        for number, bucket in enumerate(optimizer._engine.updater.buckets)
+        for piece in bucket.pieces
+        for at in range(0, piece.numel, 500)
+    ]
+    assert len(places) > 10
+    for at in places:
+        options = {"audit": RAISE}
+        plant = partial(Flip("exp_avg", lasting=True, first=1, at=at), 1)
+        text = _train(0, 1, 2, options, "FusedAdam", {}, 5, lambda _, *both, p=plant: p(*both))[1]
+        assert "the update of step" in text, at
 
 
 def _another_sum(rank: int, sharded: Any, optimizer: Any) -> None:
