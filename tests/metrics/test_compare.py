@@ -199,6 +199,16 @@ def test_a_weight_that_changes_between_two_rows_is_a_cause(tmp_path: Path) -> No
     assert "or a weight that changed after step 2" in found.message
 
 
+def _step(model: Any, optimizer: Any, metrics: shardcore.Metrics, number: int) -> None:
+    """Make the step of this number, and record it."""
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(number))
+    loss = (model(x) ** 2).mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    metrics.step(loss=loss)
+
+
 def _resumed(rank: int, world_size: int, folder: str, wrong: bool) -> None:
     for start in (0, 2):
         torch.manual_seed(0)
@@ -209,12 +219,7 @@ def _resumed(rank: int, world_size: int, folder: str, wrong: bool) -> None:
             shardcore.load(f"{folder}/saved", model, optimizer)
         metrics = shardcore.Metrics(model, folder, start=start, digests=1, log=False)
         for step in range(start + 1, start + 3):
-            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
-            loss = (model(x) ** 2).mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            metrics.step(loss=loss)
+            _step(model, optimizer, metrics, step)
         if not start:
             shardcore.save(f"{folder}/saved", model, optimizer)
         del model, optimizer, metrics
@@ -289,12 +294,7 @@ def _rolled_back(rank: int, world_size: int, path: str) -> None:
         for step in range(1, 5):
             if step == 3:
                 shardcore.load(f"{path}/saved {tag}", model, optimizer, tag=tag)
-            x = torch.randn(4, 8, generator=torch.Generator().manual_seed(step))
-            loss = (model(x) ** 2).mean()
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            metrics.step(loss=loss)
+            _step(model, optimizer, metrics, step)
             shardcore.save(f"{path}/saved {tag}", model, optimizer, tag=str(step))
 
 
